@@ -1,0 +1,1 @@
+"""rolloutsync drives SGLang and vLLM rollout engines from synchronous trainers: threads, no asyncio."""

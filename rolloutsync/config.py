@@ -1,0 +1,161 @@
+"""Settings: frozen values, checked when made, with the unit in the name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import urlsplit
+
+GIB = 1 << 30
+
+
+def _require(ok: bool, field: str, value: Any, rule: str) -> None:
+    if not ok:
+        raise ValueError(f"{field} must be {rule}, got {value!r}")
+
+
+def check_number(field: str, value: Any, *, least: float = 0.0, open_end: bool = False) -> None:
+    """Raise unless ``value`` is a finite real number of at least (``open_end``: above) ``least``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{field} must be a number, got {value!r}")
+    rule = f"a finite number {'above' if open_end else 'of at least'} {least:g}"
+    _require(math.isfinite(value) and (value > least if open_end else value >= least), field, value, rule)
+
+
+def check_count(field: str, value: Any, *, least: int = 1) -> None:
+    """Raise unless ``value`` is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field} must be an integer, got {value!r}")
+    _require(value >= least, field, value, f"at least {least}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often and how patiently a sample is tried again. What may be retried at all is in ``rolloutsync.retry``.
+
+    Args:
+        max_attempts: Requests sent for one sample at most. Refused connects, waits for an engine and pauses use none.
+        backoff_base_s: First backoff, in seconds; it doubles with each attempt. The real one is drawn
+            evenly between a quarter of it and all of it, so that a second wave is spread.
+        backoff_cap_s: Longest backoff, in seconds.
+        retry_after_cap_s: A ``Retry-After`` header is obeyed up to this many seconds.
+        orphan_abort_timeout_s: How long the abort of a broken request may take before the sample moves on.
+    """
+
+    max_attempts: int = 5
+    backoff_base_s: float = 1.0
+    backoff_cap_s: float = 15.0
+    retry_after_cap_s: float = 60.0
+    orphan_abort_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_count("RetryPolicy.max_attempts", self.max_attempts)
+        for name in ("backoff_base_s", "backoff_cap_s", "retry_after_cap_s"):
+            check_number(f"RetryPolicy.{name}", getattr(self, name))
+        check_number("RetryPolicy.orphan_abort_timeout_s", self.orphan_abort_timeout_s, open_end=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long things may take, in seconds.
+
+    Args:
+        connect_s: Name look-up and TCP connect.
+        control_s: One control call (loads, abort, pause, flush, ...).
+        long_control_s: Weight and memory calls, which are never re-sent.
+        sample_s: One sample, from its first request to its result, retries included; pauses do not count.
+        engine_wait_s: How long samples wait while no engine at all is live.
+        idle_socket_s: Our sockets live this long idle; keep it below the server's keep-alive (both engines: 5 s).
+        half_open_s: A peer that acknowledges nothing for this long is dead (TCP keep-alive, TCP_USER_TIMEOUT).
+    """
+
+    connect_s: float = 10.0
+    control_s: float = 10.0
+    long_control_s: float = 1800.0
+    sample_s: float = 3600.0
+    engine_wait_s: float = 60.0
+    idle_socket_s: float = 2.0
+    half_open_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_number(f"Timeouts.{field.name}", getattr(self, field.name), open_end=True)
+
+
+def parse_url(url: Any) -> str:
+    """An engine's base URL in its one normal form: no trailing slash, lower-case host.
+
+    Raises:
+        TypeError: Not a string.
+        ValueError: Not ``http(s)://host[:port][/prefix]``; user info, query and fragment are refused.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"engine URL must be a string, got {url!r}")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"engine URL {url!r} is malformed: {error}") from None
+    if parts.scheme not in {"http", "https"}:
+        raise ValueError(f"engine URL {url!r} must start with http:// or https://")
+    if "@" in parts.netloc:
+        raise ValueError(f"engine URL {url!r} has user info (the part before '@'); pass api_key= instead")
+    _check_plain(url, parts.hostname, parts.query or parts.fragment)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}{f':{port}' if port is not None else ''}{parts.path.rstrip('/')}"
+
+
+def _check_plain(url: str, host: str | None, extra: str) -> None:
+    if not host or any(char.isspace() or char in '\\<>"' for char in url):
+        raise ValueError(f"engine URL {url!r} is malformed: it needs a host and no spaces or quotes")
+    if extra or "?" in url or "#" in url:
+        raise ValueError(f"engine URL {url!r} must have no query and no fragment")
+    if ":" in host and f"[{host}" not in url.lower():
+        raise ValueError(f"engine URL {url!r} is malformed: write an IPv6 address in brackets, http://[::1]:30000")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """All settings of a ``RolloutClient``, as they travel in a pickle; see there for the meaning of each."""
+
+    dialect: str = "auto"
+    engine_concurrency: int | None = None
+    retry: RetryPolicy = RetryPolicy()
+    timeouts: Timeouts = Timeouts()
+    body_budget_bytes: int = 2 * GIB
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    routed_experts_shape: tuple[int, int] | None = None
+    routed_experts_dtype: str = "auto"
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.engine_concurrency is not None:
+            check_count("engine_concurrency", self.engine_concurrency)
+        check_count("body_budget_bytes", self.body_budget_bytes)
+        for name, kind in (("retry", RetryPolicy), ("timeouts", Timeouts)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+        for name in ("api_key", "admin_api_key"):
+            _check_key(name, getattr(self, name))
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        dtypes = ("auto", "uint8", "uint16", "int32")
+        _require(self.routed_experts_dtype in dtypes, "routed_experts_dtype", self.routed_experts_dtype, f"of {dtypes}")
+        shape = self.routed_experts_shape
+        if shape is None:
+            return
+        _require(isinstance(shape, tuple) and len(shape) == 2, "routed_experts_shape", shape, "(layers, topk)")
+        for size in shape:
+            check_count("routed_experts_shape", size)
+
+
+def _check_key(name: str, key: Any) -> None:
+    if key is None:
+        return
+    if not isinstance(key, str):
+        raise TypeError(f"{name} must be a string, got a {type(key).__name__}")
+    if not key or not key.isascii() or not key.isprintable() or key != key.strip():
+        raise ValueError(f"{name} must be printable ASCII without surrounding spaces (its value is not shown)")

@@ -1,0 +1,188 @@
+"""What every dialect speaks of, and the interface that each implements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rolloutsync.errors import clip
+from rolloutsync.payload import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rolloutsync.sample import Prompt, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP request to be made.
+
+    Attributes:
+        method: GET or POST.
+        path: Below the engine's base URL, with query.
+        body: JSON bytes, or None.
+        admin: Wants the admin key where there is one.
+        long: A weight or memory call: long timeout, never re-sent.
+    """
+
+    method: str
+    path: str
+    body: bytes | None = None
+    admin: bool = False
+    long: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The shape of a model's routing. Each None where not known."""
+
+    layers: int | None = None
+    topk: int | None = None
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What an engine says of itself. Each field None where it does not say.
+
+    Attributes:
+        running_limit: Requests that it runs at once, over all its ranks.
+        model_path: As the engine names it; may be readable here.
+    """
+
+    version: str | None = None
+    dp_size: int | None = None
+    running_limit: int | None = None
+    model_path: str | None = None
+    weight_version: str | None = None
+    vocab_size: int | None = None
+    experts: Experts = field(default_factory=Experts)
+
+
+class LoadKind(Enum):
+    """What one reading of an engine's load amounts to."""
+
+    BUSY = "busy"
+    ZERO = "zero"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReading:
+    """One reading of an engine's load.
+
+    Attributes:
+        kind: UNKNOWN is never idle.
+        running: Requests running, over all ranks.
+        waiting: Requests waiting in any queue, over all ranks.
+        tokens: Tokens held by requests, over all ranks.
+        stamps: Each rank's own timestamp, or None where the engine answers live and has none.
+        why: For UNKNOWN, what was wrong with it.
+    """
+
+    kind: LoadKind
+    running: int = 0
+    waiting: int = 0
+    tokens: int = 0
+    stamps: tuple[float, ...] | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.kind is LoadKind.UNKNOWN:
+            return f"unknown ({self.why})"
+        return f"{self.running} running, {self.waiting} waiting, {self.tokens} tokens"
+
+
+def unknown_load(why: str) -> LoadReading:
+    """A reading that proves nothing."""
+    return LoadReading(kind=LoadKind.UNKNOWN, why=why)
+
+
+class Dialect(Protocol):
+    """One engine family's HTTP API, as pure functions. Implementations are stateless and thread-safe."""
+
+    name: str
+    flush: Call
+
+    def check_sampling(self, params: Any) -> dict[str, Any]:
+        """The user's sampling parameters in the engine's words; ValueError or TypeError names what is wrong."""
+
+    def encode_generate(self, prompt: Prompt, rid: str, *, facts: Facts, dp_rank: int | None) -> Call:
+        """The request that generates one sample."""
+
+    def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
+        """The answer's segment; ProtocolError if it cannot be right."""
+
+    def abort(self, rid: str | None) -> Call:
+        """Abort one request, or all."""
+
+    def load_calls(self) -> tuple[Call, ...]:
+        """The ways to ask for the load, best first; a 404 or 405 leads to the next."""
+
+    def read_load(self, call: Call, answer: Any, dp_size: int) -> LoadReading:
+        """What the answer to a load call amounts to."""
+
+    def facts_calls(self) -> tuple[Call, ...]:
+        """The ways to ask what the engine is, best first."""
+
+    def read_facts(self, answer: Any) -> Facts:
+        """What the answer to a facts call says."""
+
+    def version_call(self) -> Call:
+        """The cheapest call that tells the weight version; answered even by a frozen engine."""
+
+    def pause(self, mode: str) -> Call:
+        """Pause; ValueError names the modes that exist."""
+
+    def resume(self) -> Call:
+        """End a pause."""
+
+    def release_memory(self, tags: list[str] | None) -> Call:
+        """Give GPU memory back; only when proven idle."""
+
+    def resume_memory(self, tags: list[str] | None) -> Call:
+        """Take GPU memory again."""
+
+    def says_paused(self, status: int, body: bytes) -> bool:
+        """Whether an error answer means that the engine is paused."""
+
+
+def error_text(body: bytes) -> str:
+    """The engine's own words in an error answer: a dict, a string or an object error, a detail, or plain text."""
+    try:
+        value = parse_json(body)
+    except ValueError:
+        value = body.decode("utf-8", "replace")
+    return clip(" ".join(_words(value).split()), 600) or "(empty answer)"
+
+
+def _words(value: Any) -> str:
+    for key in ("error", "message", "detail"):
+        if isinstance(value, dict) and value.get(key):
+            return _words(value[key])
+    return value if isinstance(value, str) else str(value)
+
+
+def model_experts(config: Mapping[str, Any]) -> Experts:
+    """Layers, top-k and number of routed experts from a model's ``config.json``."""
+    text = config.get("text_config")
+    source = text if isinstance(text, dict) else config
+    counts = (source.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return Experts(
+        layers=positive(source.get("num_hidden_layers")),
+        topk=positive(source.get("num_experts_per_tok")),
+        count=next((count for count in map(positive, counts) if count), None),
+    )
+
+
+def model_vocab(config: Mapping[str, Any]) -> int | None:
+    """The vocabulary size from a model's ``config.json``."""
+    text = config.get("text_config")
+    return positive((text if isinstance(text, dict) else config).get("vocab_size"))
+
+
+def positive(value: Any) -> int | None:
+    """The value if it is a positive integer, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

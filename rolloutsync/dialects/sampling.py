@@ -1,0 +1,82 @@
+"""Checks of sampling parameters that are the same for every engine: types and ranges, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+Rule = tuple["Callable[[Any], bool]", str]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(_is_int(item) and item >= 0 for item in value)
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value))
+
+
+COUNT: Rule = (lambda v: _is_int(v) and v >= 0, "an integer of at least 0")
+INTEGER: Rule = (_is_int, "an integer")
+NOT_NEGATIVE: Rule = (lambda v: _is_real(v) and v >= 0, "a finite number of at least 0")
+POSITIVE: Rule = (lambda v: _is_real(v) and v > 0, "a finite number above 0")
+FINITE: Rule = (_is_real, "a finite number")
+SHARE: Rule = (lambda v: _is_real(v) and 0 < v <= 1, "a number above 0 and at most 1")
+SHARE_OR_ZERO: Rule = (lambda v: _is_real(v) and 0 <= v <= 1, "a number from 0 to 1")
+TOP_K: Rule = (lambda v: _is_int(v) and (v >= 1 or v == -1), "an integer of at least 1, or -1 for all")
+IDS: Rule = (_is_ids, "a list of token ids")
+STOP: Rule = (_is_stop, "a string or a list of strings")
+FLAG: Rule = (lambda v: isinstance(v, bool), "True or False")
+ANY: Rule = (lambda _: True, "anything")
+
+
+def as_mapping(params: Any, known: Collection[str]) -> dict[str, Any]:
+    """The user's sampling parameters as a new dict: from a mapping, or from an object's known attributes.
+
+    Raises:
+        TypeError: Neither a mapping nor an object with any known attribute.
+    """
+    if params is None:
+        return {}
+    if hasattr(params, "keys"):
+        return {key: _plain(params[key]) for key in params.keys()}  # noqa: SIM118 - any mapping-like object
+    found = {key: getattr(params, key) for key in known if getattr(params, key, None) is not None}
+    if not found:
+        raise TypeError(f"sampling_params must be a dict or an object with such attributes, got {params!r}")
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or torch scalar as the Python number it stands for."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def check_members(params: Mapping[str, Any]) -> None:
+    """Refuse ``n`` inside sampling parameters."""
+    if params.get("n", 1) != 1:
+        raise ValueError(f"sampling_params['n'] is {params['n']!r}: pass n= to the call; members are separate requests")
+
+
+def check_values(params: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Check each parameter against its rule; None means the engine's default and passes.
+
+    Raises:
+        ValueError: An unknown key, or a value that breaks its rule; names both.
+    """
+    for key, value in params.items():
+        if key not in rules:
+            raise ValueError(f"unknown sampling parameter {key!r} (value {value!r}); known: {', '.join(sorted(rules))}")
+        holds, rule = rules[key]
+        if value is not None and not holds(value):
+            raise ValueError(f"sampling_params[{key!r}] must be {rule}, got {value!r}")

@@ -1,0 +1,158 @@
+"""The SGLang dialect, 0.5.6 to 0.5.23: requests. Answers are read in ``sglang_answer`` and ``sglang_load``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rolloutsync.dialects import sampling as rules
+from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text
+from rolloutsync.dialects.sglang_answer import decode
+from rolloutsync.dialects.sglang_load import read_facts, read_loads
+
+if TYPE_CHECKING:
+    from rolloutsync.sample import Prompt, Segment
+
+SAMPLING_RULES: dict[str, rules.Rule] = {
+    "max_new_tokens": rules.COUNT,
+    "min_new_tokens": rules.COUNT,
+    "temperature": rules.NOT_NEGATIVE,
+    "top_p": rules.SHARE,
+    "top_k": rules.TOP_K,
+    "min_p": rules.SHARE_OR_ZERO,
+    "frequency_penalty": rules.FINITE,
+    "presence_penalty": rules.FINITE,
+    "repetition_penalty": rules.POSITIVE,
+    "stop": rules.STOP,
+    "stop_token_ids": rules.IDS,
+    "stop_regex": rules.STOP,
+    "sampling_seed": rules.INTEGER,
+    "ignore_eos": rules.FLAG,
+    "skip_special_tokens": rules.FLAG,
+    "spaces_between_special_tokens": rules.FLAG,
+    "no_stop_trim": rules.FLAG,
+    "stream_interval": rules.COUNT,
+    "logit_bias": rules.ANY,
+    "custom_params": rules.ANY,
+    "json_schema": rules.ANY,
+    "regex": rules.ANY,
+    "ebnf": rules.ANY,
+    "structural_tag": rules.ANY,
+    "beam_width": rules.COUNT,
+    "watermark": rules.ANY,
+    "choice": rules.ANY,
+}
+_KNOWN = (*SAMPLING_RULES, "max_tokens", "n")
+PAUSE_MODES = ("abort", "in_place", "retract")
+_RANK_FIELD_SINCE = (0, 5, 10)  # routed_dp_rank; before it only data_parallel_rank is read
+_JSON = orjson.OPT_SERIALIZE_NUMPY
+
+
+def _post(path: str, body: object, *, admin: bool = True, long: bool = False) -> Call:
+    return Call(method="POST", path=path, body=orjson.dumps(body, option=_JSON), admin=admin, long=long)
+
+
+def _get(path: str, *, admin: bool = False) -> Call:
+    return Call(method="GET", path=path, admin=admin)
+
+
+class SGLangDialect:
+    """SGLang over HTTP. Stateless."""
+
+    name = "sglang"
+    flush = _post("/flush_cache", {})
+
+    def check_sampling(self, params: Any) -> dict[str, Any]:
+        """See ``Dialect.check_sampling``. ``max_tokens`` is another name for ``max_new_tokens``."""
+        given = rules.as_mapping(params, _KNOWN)
+        rules.check_members(given)
+        given.pop("n", None)
+        if given.get("max_tokens") is not None and given.get("max_new_tokens") is not None:
+            tokens, new = given["max_tokens"], given["max_new_tokens"]
+            raise ValueError(f"max_tokens ({tokens!r}) and max_new_tokens ({new!r}) are the same thing: give one")
+        if (limit := given.pop("max_tokens", None)) is not None:
+            given["max_new_tokens"] = limit
+        rules.check_values(given, SAMPLING_RULES)
+        return {key: value for key, value in given.items() if value is not None}
+
+    def encode_generate(self, prompt: Prompt, rid: str, *, facts: Facts, dp_rank: int | None) -> Call:
+        """See ``Dialect.encode_generate``."""
+        body: dict[str, Any] = {**prompt.fields, "rid": rid, "sampling_params": prompt.sampling_params}
+        if prompt.input_ids is not None:
+            body["input_ids"] = prompt.input_ids
+        else:
+            body["text"] = prompt.text
+        if prompt.image_data is not None:
+            body["image_data"] = prompt.image_data
+        if dp_rank is not None:
+            body |= _rank_fields(dp_rank, facts.version)
+        return _post("/generate", body, admin=False)
+
+    def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
+        """See ``Dialect.decode_generate``."""
+        return decode(answer, prompt, rid, facts.experts, dtype)
+
+    def abort(self, rid: str | None) -> Call:
+        """See ``Dialect.abort``. SGLang matches rids by prefix, so ours all have the same length."""
+        return _post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    def load_calls(self) -> tuple[Call, ...]:
+        """See ``Dialect.load_calls``. Without ``include``: every section; ``/server_info`` holds no counts."""
+        return _get("/v1/loads"), _get("/get_load")
+
+    def read_load(self, call: Call, answer: Any, dp_size: int) -> LoadReading:
+        """See ``Dialect.read_load``."""
+        return read_loads(answer, dp_size, live=call.path == "/get_load")
+
+    def facts_calls(self) -> tuple[Call, ...]:
+        """See ``Dialect.facts_calls``."""
+        return _get("/server_info"), _get("/get_server_info")
+
+    def read_facts(self, answer: Any) -> Facts:
+        """See ``Dialect.read_facts``."""
+        return read_facts(answer)
+
+    def version_call(self) -> Call:
+        """See ``Dialect.version_call``."""
+        return _get("/model_info")
+
+    def pause(self, mode: str) -> Call:
+        """See ``Dialect.pause``."""
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"pause mode must be one of {PAUSE_MODES}, got {mode!r}")
+        return _post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> Call:
+        """See ``Dialect.resume``. The body is required from 0.5.6 on."""
+        return _post("/continue_generation", {})
+
+    def release_memory(self, tags: list[str] | None) -> Call:
+        """See ``Dialect.release_memory``."""
+        return _post("/release_memory_occupation", {"tags": tags} if tags is not None else {}, long=True)
+
+    def resume_memory(self, tags: list[str] | None) -> Call:
+        """See ``Dialect.resume_memory``."""
+        return _post("/resume_memory_occupation", {"tags": tags} if tags is not None else {}, long=True)
+
+    def says_paused(self, status: int, body: bytes) -> bool:
+        """See ``Dialect.says_paused``."""
+        return status == 503 and "paused" in error_text(body).lower() + body[:500].decode("utf-8", "replace").lower()
+
+
+def _rank_fields(rank: int, version: str | None) -> dict[str, int]:
+    """Both names, but for engines known to read the new one: the old name is deprecated there."""
+    if version_tuple(version) >= _RANK_FIELD_SINCE:
+        return {"routed_dp_rank": rank}
+    return {"routed_dp_rank": rank, "data_parallel_rank": rank}
+
+
+def version_tuple(version: str | None) -> tuple[int, ...]:
+    """``"0.5.10.post2"`` as (0, 5, 10); empty where unknown, which sorts before every version."""
+    numbers: list[int] = []
+    for part in (version or "").split(".")[:3]:
+        digits = "".join(char for char in part if char.isdigit()) if part[:1].isdigit() else ""
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)

@@ -1,0 +1,248 @@
+"""SGLang's ``/generate`` answer → a segment. Strict about what must agree, tolerant of what may be absent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rolloutsync.dialects.base import error_text
+from rolloutsync.errors import ProtocolError
+from rolloutsync.payload import decode_experts, narrow, narrowest
+from rolloutsync.sample import NO_LOGPROBS, NO_TOKENS, Finish, Segment, TopLogprobs, WeightSpan
+
+if TYPE_CHECKING:
+    from rolloutsync.dialects.base import Experts
+    from rolloutsync.sample import AnyArray, FloatArray, IntArray, Prompt
+
+_DECODED = (
+    *("finish_reason", "routed_experts", "hidden_states", "input_token_logprobs", "output_token_logprobs"),
+    *("input_top_logprobs", "output_top_logprobs"),
+)
+
+
+class _Answer:
+    """One answer object with typed access to its parts."""
+
+    def __init__(self, answer: Any, prompt: Prompt, rid: str) -> None:
+        if isinstance(answer, list) and len(answer) == 1:
+            answer = answer[0]  # a proxy's one-element batch
+        if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
+            raise ProtocolError(f"the answer is not a completion: {_shown(answer)}")
+        self.top: dict[str, Any] = answer
+        self.meta: dict[str, Any] = answer["meta_info"]
+        self.prompt = prompt
+        self.finish = _finish(self.meta.get("finish_reason"))
+        told = self.meta.get("id")
+        if told is not None and told != rid:
+            raise ProtocolError(f"the answer bears another request's id {told!r}, ours is {rid!r}")
+
+    def wants(self, field: str) -> bool:
+        return bool(self.prompt.fields.get(field))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ran to its own end; an aborted one may lack anything."""
+        return self.finish.type in {"stop", "length"}
+
+    def number(self, key: str) -> int | None:
+        value = self.meta.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _shown(answer: Any) -> str:
+    if isinstance(answer, dict) and (answer.get("error") or answer.get("object") == "error"):
+        return error_text(str(answer.get("error") or answer.get("message")).encode())
+    return repr(answer)[:200]
+
+
+def decode(answer: Any, prompt: Prompt, rid: str, experts: Experts, dtype: str) -> Segment:
+    """The segment in one non-streamed ``/generate`` answer.
+
+    Raises:
+        ProtocolError: It cannot be the answer to this request, or its parts disagree.
+    """
+    whole = _Answer(answer, prompt, rid)
+    ids = _output_ids(whole)
+    text = whole.top.get("text")
+    return Segment(
+        finish=whole.finish,
+        text=text if isinstance(text, str) else "",
+        output_ids=ids,
+        logprobs=_logprobs(whole, ids),
+        weight_spans=_spans(whole, len(ids)),
+        routed_experts=_experts(whole, len(ids), experts, dtype),
+        prompt_logprobs=_prompt_logprobs(whole),
+        top_logprobs=_top_logprobs(whole, len(ids)),
+        hidden_states=_hidden_states(whole),
+        prompt_ids=_prompt_ids(whole),
+        prompt_tokens=whole.number("prompt_tokens"),
+        cached_tokens=whole.number("cached_tokens"),
+        dp_rank=whole.number("dp_rank"),
+        meta_info={key: value for key, value in whole.meta.items() if key not in _DECODED},
+    )
+
+
+def _finish(reason: Any) -> Finish:
+    if isinstance(reason, str):
+        return Finish(type=reason)
+    if not isinstance(reason, dict):
+        return Finish()
+    status = reason.get("status_code")
+    return Finish(
+        type=str(reason.get("type") or ""),
+        matched=reason.get("matched"),
+        message=reason.get("message"),
+        status_code=int(status) if isinstance(status, int) else None,
+    )
+
+
+def _output_ids(answer: _Answer) -> IntArray:
+    raw = answer.top.get("output_ids")
+    if raw is None:
+        rows = answer.meta.get("output_token_logprobs")
+        if rows is None and answer.whole:
+            raise ProtocolError("the answer has no output_ids")
+        raw = [row[1] for row in rows or ()]
+    ids = _token_ids(raw, "output_ids")
+    told = answer.number("completion_tokens")
+    if answer.whole and told is not None and told != len(ids):
+        raise ProtocolError(f"completion_tokens is {told}, but there are {len(ids)} output_ids")
+    return ids
+
+
+def _token_ids(raw: Any, name: str) -> IntArray:
+    if not isinstance(raw, list):
+        raise ProtocolError(f"{name} is a {type(raw).__name__}, not a list")
+    if not raw:
+        return NO_TOKENS
+    if set(map(type, raw)) != {int}:
+        raise ProtocolError(f"{name} holds something that is not an integer")
+    try:
+        return np.array(raw, np.int32)
+    except OverflowError:
+        raise ProtocolError(f"{name} holds an id beyond int32") from None
+
+
+def _logprobs(answer: _Answer, ids: IntArray) -> FloatArray | None:
+    rows = answer.meta.get("output_token_logprobs")
+    if not answer.wants("return_logprob"):
+        return None
+    if rows is None and len(ids) == 0:
+        return NO_LOGPROBS
+    if not isinstance(rows, list) or len(rows) != len(ids):
+        raise ProtocolError(f"{len(ids)} output_ids but {_length(rows)} output_token_logprobs")
+    values, named = _columns(rows, "output_token_logprobs")
+    if not np.array_equal(named, ids):
+        raise ProtocolError("output_token_logprobs are of other tokens than output_ids")
+    if np.isnan(values).any():
+        raise ProtocolError(f"the logprob of output token {int(np.isnan(values).argmax())} is NaN or null")
+    return values
+
+
+def _length(rows: Any) -> str:
+    return str(len(rows)) if isinstance(rows, list) else "no"
+
+
+def _columns(rows: list[Any], name: str) -> tuple[FloatArray, IntArray]:
+    """[[logprob, id, text], ...] as (float32 with NaN for null, int32)."""
+    if not rows:
+        return NO_LOGPROBS, NO_TOKENS
+    try:
+        values = np.array([row[0] for row in rows], np.float32)  # None becomes NaN
+        return values, _token_ids([row[1] for row in rows], name)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise ProtocolError(f"{name} is not a list of [logprob, id, text]: {error}") from None
+
+
+def _spans(answer: _Answer, tokens: int) -> tuple[WeightSpan, ...]:
+    """The engine's spans where they tile the output, else one span of the single version it names."""
+    raw = answer.meta.get("weight_versions")
+    if isinstance(raw, list) and raw:
+        spans = tuple(_span(item) for item in raw)
+        ends = [0, *(span.end for span in spans)]
+        if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or sorted(ends) != ends:
+            raise ProtocolError(f"weight_versions {raw!r} do not tile {tokens} output tokens")
+        return tuple(span for span in spans if span.end > span.start)
+    version = answer.meta.get("weight_version")
+    return (WeightSpan(None if version is None else str(version), 0, tokens),) if tokens else ()
+
+
+def _span(item: Any) -> WeightSpan:
+    try:
+        return WeightSpan(str(item["version"]), int(item["start"]), int(item["end"]))
+    except (TypeError, ValueError, KeyError):
+        raise ProtocolError(f"weight_versions holds {item!r}") from None
+
+
+def _experts(answer: _Answer, tokens: int, experts: Experts, dtype: str) -> AnyArray | None:
+    if not answer.wants("return_routed_experts"):
+        return None
+    raw = answer.meta.get("routed_experts")
+    if raw is None:
+        if answer.whole:
+            flag = "--enable-return-routed-experts"
+            raise ProtocolError(f"no routed_experts in the answer: the engine must be started with {flag}")
+        return None
+    try:
+        flat = decode_experts(raw)
+        rows = _expert_rows(answer, tokens)
+        shaped = _shape_experts(flat, rows, int(answer.prompt.fields.get("routed_experts_start_len", 0)), experts)
+        return narrow(shaped, narrowest(experts.count) if dtype == "auto" else dtype)
+    except ValueError as error:
+        raise ProtocolError(f"routed_experts: {error}") from None
+
+
+def _expert_rows(answer: _Answer, tokens: int) -> int:
+    """Rows of the whole sequence: one for each token but the last. The engine's own prompt count: images expand."""
+    prompt_tokens = answer.number("prompt_tokens")
+    if prompt_tokens is None and answer.prompt.input_ids is not None:
+        prompt_tokens = len(answer.prompt.input_ids)
+    if prompt_tokens is None:
+        raise ValueError("the answer does not say how many prompt tokens there were")
+    return prompt_tokens + tokens - 1
+
+
+def _shape_experts(flat: AnyArray, rows: int, start: int, experts: Experts) -> AnyArray:
+    """[rows - start, layers, topk]; an engine that ignored ``start`` sent all rows, and the first ones are cut."""
+    width = experts.layers * experts.topk if experts.layers and experts.topk else None
+    for sent in dict.fromkeys((rows - start, rows)):
+        if sent > 0 and (flat.size == sent * width if width else flat.size and flat.size % sent == 0):
+            table = flat.reshape(sent, -1)[sent - (rows - start) :]
+            return table.reshape(len(table), experts.layers or 1, -1) if width else table
+    expected = f"{rows - start} rows of {width or 'some'} values"
+    raise ValueError(f"{flat.size} values are not {expected}")
+
+
+def _prompt_logprobs(answer: _Answer) -> FloatArray | None:
+    rows = answer.meta.get("input_token_logprobs")
+    if not answer.wants("return_logprob") or not isinstance(rows, list) or not rows:
+        return None
+    return _columns(rows, "input_token_logprobs")[0]
+
+
+def _top_logprobs(answer: _Answer, tokens: int) -> TopLogprobs | None:
+    rows = answer.meta.get("output_top_logprobs")
+    if not answer.wants("top_logprobs_num") or not isinstance(rows, list):
+        return None
+    if len(rows) != tokens or len({len(row or ()) for row in rows}) > 1:
+        raise ProtocolError(f"output_top_logprobs has {len(rows)} rows for {tokens} tokens, or rows of unequal length")
+    flat = [entry for row in rows for entry in row or ()]
+    values, ids = _columns(flat, "output_top_logprobs")
+    return TopLogprobs(ids.reshape(tokens, -1), values.reshape(tokens, -1)) if flat else None
+
+
+def _hidden_states(answer: _Answer) -> AnyArray | None:
+    """Prefill chunks of rows, then one row for each decoded token, as one float32 [rows, hidden]."""
+    parts = answer.meta.get("hidden_states")
+    if not answer.wants("return_hidden_states") or not isinstance(parts, list) or not parts:
+        return None
+    try:
+        return np.concatenate([np.atleast_2d(np.array(part, np.float32)) for part in parts])
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"hidden_states are not rows of numbers: {error}") from None
+
+
+def _prompt_ids(answer: _Answer) -> IntArray | None:
+    raw = answer.top.get("prompt_token_ids")
+    return _token_ids(raw, "prompt_token_ids") if isinstance(raw, list) else None

@@ -1,0 +1,189 @@
+"""Every error that rolloutsync raises or puts into ``Sample.error``.
+
+::
+
+    RolloutError                      engine, rid, attempts, __cause__; all pickle
+    ├── ClientClosedError             a verb on a closed client
+    ├── ForkedError                   a job of the parent process, waited for in its child
+    ├── EngineUnavailableError        no live engine within the configured wait
+    ├── DeadlineExceededError         (a TimeoutError) a sample, batch or control call ran out of time
+    ├── TransportError                phase, cut: an exchange broke before its answer was complete
+    ├── EngineHTTPError               status: the engine answered with an error of its own
+    │   └── UnsupportedError          404/405: this engine does not have that endpoint
+    ├── ProtocolError                 200, but not an answer that can be right
+    ├── EngineAbortError              the engine ended the sample, unasked, with an error
+    ├── BatchError                    samples, counts: see ``on_error``
+    └── NotIdleError                  report: the drain ended without proof of idle
+
+Bad arguments are a plain ``ValueError`` or ``TypeError`` that names the field and the value.
+"""
+
+from __future__ import annotations
+
+import pickle
+from enum import Enum
+from typing import Any
+
+_MESSAGE_LIMIT = 1500
+
+
+class Phase(str, Enum):
+    """Where an exchange broke; ``rolloutsync.retry`` decides by it what may be done."""
+
+    LOCAL = "no local resources"  # out of descriptors, ports or memory here: nothing sent, nobody to blame
+    REFUSED = "connection refused"  # nothing sent, nobody listens
+    CONNECT = "connecting"  # nothing sent
+    RACE = "reused socket, no answer"  # the server may have closed it just before our request
+    SENT = "request sent, no answer"
+    BODY = "answer broken off"
+
+
+class Cut(str, Enum):
+    """Why we ended an exchange ourselves."""
+
+    DEADLINE = "deadline"
+    DRAIN = "drain ended without proof of idle"
+    ABORT = "aborted by us"
+    CLOSE = "client closed"
+    DEAD = "engine found dead"
+
+
+def clip(text: str, limit: int = _MESSAGE_LIMIT) -> str:
+    """Shorten ``text`` to ``limit`` characters for a message or a log line, and say how much was left out."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
+
+
+class RolloutError(Exception):
+    """Base of all rolloutsync errors.
+
+    Attributes:
+        engine: URL of the engine concerned, or None.
+        rid: Request id concerned, or None.
+        attempts: Requests sent for that sample so far.
+    """
+
+    def __init__(
+        self, message: str, *, engine: str | None = None, rid: str | None = None, attempts: int = 0, **facts: Any
+    ) -> None:
+        super().__init__(clip(message))
+        self.engine = engine
+        self.rid = rid
+        self.attempts = attempts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    @property
+    def message(self) -> str:
+        """The message alone, without engine, rid and attempts."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        known = {"engine": self.engine, "rid": self.rid, "attempts": self.attempts or None}
+        tail = ", ".join(f"{name}={value}" for name, value in known.items() if value is not None)
+        return f"{self.message} [{tail}]" if tail else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (type(self), self.message, self._travelling(), _portable(self.__cause__))
+
+    def _travelling(self) -> dict[str, Any]:
+        """What a pickle carries beside the message."""
+        return dict(vars(self))
+
+
+def _revive(cls: type[RolloutError], message: str, facts: dict[str, Any], cause: BaseException | None) -> RolloutError:
+    error = cls.__new__(cls, message)
+    error.args = (message,)
+    vars(error).update(facts)
+    error.__cause__ = cause
+    return error
+
+
+def _portable(cause: BaseException | None) -> BaseException | None:
+    """The cause itself if it pickles, else a stand-in with its type and text (foreign errors may hold sockets)."""
+    if cause is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(cause))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - whatever a foreign class raises here means: it does not travel
+        return RolloutError(f"{type(cause).__name__}: {cause}")
+    return cause
+
+
+class ClientClosedError(RolloutError):
+    """The client is closed, or was closed while this waited."""
+
+
+class ForkedError(RolloutError):
+    """The object belongs to the parent process; its threads do not exist in this one."""
+
+
+class EngineUnavailableError(RolloutError):
+    """No engine was live within the configured wait; the message has each URL and its last error."""
+
+
+class DeadlineExceededError(RolloutError, TimeoutError):
+    """A sample, a batch or a control call ran out of its time."""
+
+
+class TransportError(RolloutError):
+    """An exchange broke.
+
+    Attributes:
+        phase: How far it had come.
+        cut: Why we ended it ourselves, or None where the other side or the network did.
+    """
+
+    phase: Phase = Phase.SENT
+    cut: Cut | None = None
+
+
+class EngineHTTPError(RolloutError):
+    """The engine answered with a status other than 2xx.
+
+    Attributes:
+        status: HTTP status code.
+        retry_after: The raw ``Retry-After`` header, or None.
+        paused: The engine says that it is paused.
+    """
+
+    status: int = 0
+    retry_after: str | None = None
+    paused: bool = False
+
+
+class UnsupportedError(EngineHTTPError):
+    """The engine has no such endpoint (404 or 405)."""
+
+
+class ProtocolError(RolloutError):
+    """The engine answered 200 with something that cannot be this request's answer."""
+
+
+class EngineAbortError(RolloutError):
+    """The engine ended the sample by itself, with an error, though nobody asked for an abort."""
+
+
+class BatchError(RolloutError):
+    """Samples failed and ``on_error`` says that this is an error.
+
+    Attributes:
+        samples: The complete list, in order (a pickle carries the first eight failed ones only).
+        counts: Number of samples by status.
+    """
+
+    samples: list[Any]
+    counts: dict[str, int]
+
+    def _travelling(self) -> dict[str, Any]:
+        failed = [sample for sample in self.samples if sample.error is not None]
+        return {**vars(self), "samples": failed[:8]}
+
+
+class NotIdleError(RolloutError):
+    """Engines could not be proven idle in time.
+
+    Attributes:
+        report: The ``DrainReport``: per engine the state, what remained and which rids.
+    """
+
+    report: Any = None

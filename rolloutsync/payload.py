@@ -1,0 +1,100 @@
+"""Response bytes → JSON values and numpy arrays."""
+
+from __future__ import annotations
+
+import binascii
+import io
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pybase64
+
+_NPY_MAGIC = b"\x93NUMPY"
+_NARROW = {"uint8": 1 << 8, "uint16": 1 << 16}
+
+
+def parse_json(body: bytes) -> Any:
+    """The JSON value in ``body``.
+
+    orjson reads it; what orjson refuses but engines send (NaN, Infinity, lone surrogates) goes to the standard
+    library, and lone surrogates become U+FFFD so that the text can be logged, pickled and written as UTF-8.
+
+    Raises:
+        ValueError: Not JSON.
+    """
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return _mend(json.loads(body))
+
+
+def _mend(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else _without_surrogates(value)
+    if isinstance(value, list):
+        return [_mend(item) for item in value]
+    if isinstance(value, dict):
+        return {_mend(key): _mend(item) for key, item in value.items()}
+    return value
+
+
+def _without_surrogates(text: str) -> str:
+    return "".join("\ufffd" if "\ud800" <= char <= "\udfff" else char for char in text)
+
+
+def decode_base64(text: str) -> bytes:
+    """The bytes behind base64 ``text``.
+
+    Raises:
+        ValueError: A character or the padding is wrong.
+    """
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"bad base64 ({len(text)} characters): {error}") from None
+
+
+def decode_experts(value: Any) -> npt.NDArray[Any]:
+    """Expert ids as any engine sends them: base64 of raw int32, base64 of an ``.npy`` file, or nested lists.
+
+    Raises:
+        ValueError: None of these.
+    """
+    if isinstance(value, list):
+        return _integers(np.array(value))
+    if not isinstance(value, str):
+        raise ValueError(f"expert ids are a {type(value).__name__}, not base64 or a list")
+    raw = decode_base64(value)
+    if raw.startswith(_NPY_MAGIC):
+        return _integers(np.load(io.BytesIO(raw), allow_pickle=False))
+    if len(raw) % 4:
+        raise ValueError(f"expert ids are {len(raw)} bytes, not a whole number of int32")
+    return np.frombuffer(raw, "<i4")
+
+
+def _integers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"expert ids are {array.dtype}, not integers")
+    return array
+
+
+def narrow(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """A copy of ``array`` that owns its memory, in ``dtype`` (uint8, uint16 or int32).
+
+    Raises:
+        ValueError: A value does not fit.
+    """
+    limit = _NARROW.get(dtype)
+    if limit is not None and array.size and (int(array.min()) < 0 or int(array.max()) >= limit):
+        raise ValueError(f"expert ids from {array.min()} to {array.max()} do not fit {dtype}")
+    return array.astype(dtype, copy=True)
+
+
+def narrowest(values: int | None) -> str:
+    """The narrowest dtype for ids below ``values``; int32 where that is not known."""
+    if values is None:
+        return "int32"
+    return next((name for name, limit in _NARROW.items() if values <= limit), "int32")

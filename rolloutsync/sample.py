@@ -1,0 +1,323 @@
+"""What goes in and what comes out: prompts, samples, and the pure functions that extend a sample by a segment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pybase64
+
+from rolloutsync.errors import RolloutError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+AnyArray = npt.NDArray[Any]
+
+NO_TOKENS: IntArray = np.empty(0, np.int32)
+NO_LOGPROBS: FloatArray = np.empty(0, np.float32)
+
+
+class Status(str, Enum):
+    """How a sample ended. Each sample ends exactly once."""
+
+    COMPLETED = "COMPLETED"  # the model stopped
+    TRUNCATED = "TRUNCATED"  # max_new_tokens reached
+    ABORTED = "ABORTED"  # cut short by an abort: a partial
+    FAILED = "FAILED"  # sample.error says why
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The engine's own words for why it stopped.
+
+    Attributes:
+        type: "stop", "length" or "abort"; "" where the engine did not say.
+        matched: Token id, string or ids that stopped it.
+        message: For an abort.
+        status_code: For an abort that is an error of the engine.
+    """
+
+    type: str = ""
+    matched: Any = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class WeightSpan(NamedTuple):
+    """Output tokens ``start`` to ``end`` (exclusive) and the weights that made them (None: the engine did not say)."""
+
+    version: str | None
+    start: int
+    end: int
+
+
+class TopLogprobs(NamedTuple):
+    """The k likeliest tokens at each output position: ids int32[T, k] and values float32[T, k]."""
+
+    ids: IntArray
+    values: FloatArray
+
+
+class Timing(NamedTuple):
+    """Seconds: waiting for an engine the first time, inside engine calls, and from admission to the end."""
+
+    queued_s: float = 0.0
+    engine_s: float = 0.0
+    total_s: float = 0.0
+
+
+NO_TIME = Timing()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What to continue. Exactly one of ``input_ids`` and ``text`` is given, or both where the engine told the ids.
+
+    Attributes:
+        input_ids: int32[P], or None.
+        text: or None.
+        sampling_params: In the engine's words.
+        image_data: Sent through.
+        metadata: Yours; never sent; shallow-copied for each sample.
+        fields: Further top-level request fields, sent through.
+    """
+
+    input_ids: IntArray | None = None
+    text: str | None = None
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    image_data: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One engine answer, decoded: what it adds to a sample."""
+
+    finish: Finish
+    text: str = ""
+    output_ids: IntArray = field(default_factory=lambda: NO_TOKENS)
+    logprobs: FloatArray | None = None
+    weight_spans: tuple[WeightSpan, ...] = ()
+    routed_experts: AnyArray | None = None
+    prompt_logprobs: FloatArray | None = None
+    top_logprobs: TopLogprobs | None = None
+    hidden_states: AnyArray | None = None
+    prompt_ids: IntArray | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    dp_rank: int | None = None
+    meta_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One completion of one prompt. Frozen; arrays are numpy and own their memory.
+
+    Attributes:
+        prompt: What was continued.
+        index: Position of the prompt in the batch.
+        member: Position in its group, 0 to n-1.
+        rid: Request id of the last attempt.
+        status: See ``Status``.
+        finish: The engine's reason; None where no engine answered.
+        text: For display; ``output_ids`` are the truth.
+        output_ids: int32[T].
+        logprobs: float32[T], or None if not asked for.
+        weight_spans: Tile the output: which weight version made which tokens.
+        routed_experts: [prompt_tokens + T - 1, layers, topk] (or [.., layers*topk] where the shape is unknown).
+        prompt_logprobs: float32 from ``logprob_start_len`` on; the first of the prompt is NaN.
+        top_logprobs: (ids, values) of the k likeliest, or None.
+        hidden_states: float32 [rows, hidden], or None.
+        prompt_tokens: As the engine counts them (images expand); None if it did not say.
+        cached_tokens: Of the prompt, found in the engine's prefix cache.
+        dp_rank: That ran it, or None.
+        engine: URL of the engine that answered last, or None if it was never sent.
+        attempts: Requests sent for it.
+        timing: Seconds, see ``Timing``.
+        error: Why it FAILED, else None.
+        meta_info: The engine's other meta_info fields, as sent.
+        metadata: A shallow copy of the prompt's.
+        reward: None; ``dataclasses.replace`` it.
+    """
+
+    prompt: Prompt
+    index: int
+    member: int
+    rid: str = ""
+    status: Status = Status.ABORTED
+    finish: Finish | None = None
+    text: str = ""
+    output_ids: IntArray = field(default_factory=lambda: NO_TOKENS)
+    logprobs: FloatArray | None = None
+    weight_spans: tuple[WeightSpan, ...] = ()
+    routed_experts: AnyArray | None = None
+    prompt_logprobs: FloatArray | None = None
+    top_logprobs: TopLogprobs | None = None
+    hidden_states: AnyArray | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    dp_rank: int | None = None
+    engine: str | None = None
+    attempts: int = 0
+    timing: Timing = NO_TIME
+    error: RolloutError | None = None
+    meta_info: Mapping[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    reward: float | None = None
+
+    @property
+    def tokens(self) -> IntArray:
+        """Prompt ids followed by output ids, int32[P + T].
+
+        Raises:
+            ValueError: The prompt was text and its ids are not known (ask with ``return_prompt_token_ids=True``).
+        """
+        if self.prompt.input_ids is None:
+            raise ValueError(f"sample {self.index}: the prompt is text; its ids are unknown (return_prompt_token_ids)")
+        return np.concatenate([self.prompt.input_ids, self.output_ids])
+
+    def to_dict(self, *, arrays: bool = False) -> dict[str, Any]:
+        """All fields as plain values for ``json.dumps`` or, with ``arrays=True``, as arrays for ``numpy.savez``.
+
+        ``Sample.from_dict`` takes either form back, also after the round trip through the file. The error of a
+        failed sample travels as its text. ``metadata`` must be JSON itself.
+        """
+        packed: dict[str, np.ndarray[Any, Any]] = {}
+        plain = {f.name: _pack(f.name, getattr(self, f.name), packed if arrays else None) for f in fields(self)}
+        if not arrays:
+            return plain
+        return {**packed, "sample": np.array(json.dumps(plain))}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """The sample that ``to_dict`` wrote, from its dict or from a loaded npz file.
+
+        Raises:
+            ValueError: A field that this version does not know, or one that is missing.
+        """
+        plain = dict(data) if "prompt" in data else {**json.loads(str(data["sample"]))}
+        if unknown := plain.keys() - {f.name for f in fields(cls)}:
+            raise ValueError(f"unknown sample fields {sorted(unknown)}: written by another version?")
+        try:
+            return cls(**{name: _UNPACK.get(name, _array)(value, data) for name, value in plain.items()})
+        except KeyError as error:
+            raise ValueError(f"sample data lacks the array {error}") from None
+
+
+def begin(prompt: Prompt, index: int, member: int) -> Sample:
+    """A sample with nothing generated yet."""
+    return Sample(prompt, index, member, metadata=dict(prompt.metadata))
+
+
+def status_of(finish: Finish) -> Status:
+    """The status that a finish reason stands for; an unknown or missing reason counts as cut short."""
+    return {"stop": Status.COMPLETED, "length": Status.TRUNCATED}.get(finish.type, Status.ABORTED)
+
+
+def extend(sample: Sample, segment: Segment) -> Sample:
+    """The sample with ``segment`` appended: tokens, logprobs and spans grow together."""
+    start = len(sample.output_ids)
+    ids = segment.prompt_ids
+    prompt = (
+        replace(sample.prompt, input_ids=ids) if sample.prompt.input_ids is None and ids is not None else sample.prompt
+    )
+    return replace(
+        sample,
+        prompt=prompt,
+        status=status_of(segment.finish),
+        finish=segment.finish,
+        text=sample.text + segment.text,
+        output_ids=_join(sample.output_ids, segment.output_ids) if start else segment.output_ids,
+        logprobs=_join(sample.logprobs, segment.logprobs) if start else segment.logprobs,
+        weight_spans=_shift(sample.weight_spans, segment.weight_spans, start),
+        routed_experts=segment.routed_experts,
+        prompt_logprobs=segment.prompt_logprobs,
+        top_logprobs=segment.top_logprobs,
+        hidden_states=segment.hidden_states,
+        prompt_tokens=segment.prompt_tokens,
+        cached_tokens=segment.cached_tokens,
+        dp_rank=segment.dp_rank,
+        meta_info=segment.meta_info,
+    )
+
+
+def _join(first: Any, second: Any) -> Any:
+    return None if first is None or second is None else np.concatenate([first, second])
+
+
+def _shift(before: tuple[WeightSpan, ...], after: tuple[WeightSpan, ...], by: int) -> tuple[WeightSpan, ...]:
+    return before + tuple(WeightSpan(version, start + by, end + by) for version, start, end in after)
+
+
+# --- to and from plain values -----------------------------------------------------------------------------------------
+
+
+def _pack(name: str, value: Any, arrays: dict[str, np.ndarray[Any, Any]] | None) -> Any:
+    if isinstance(value, np.ndarray):
+        return _pack_array(name, value, arrays)
+    if isinstance(value, Status):
+        return value.value
+    if isinstance(value, (Prompt, Finish)):
+        return {f.name: _pack(f"{name}.{f.name}", getattr(value, f.name), arrays) for f in fields(value)}
+    if isinstance(value, tuple):
+        return [_pack(f"{name}.{number}", item, arrays) for number, item in enumerate(value)]
+    if isinstance(value, BaseException):
+        return str(value)
+    return dict(value) if hasattr(value, "keys") else value
+
+
+def _pack_array(name: str, value: AnyArray, arrays: dict[str, np.ndarray[Any, Any]] | None) -> Any:
+    if arrays is not None:
+        arrays[name] = value
+        return {"array": name}
+    if value.ndim == 1 and not np.isnan(value).any():
+        return {"dtype": value.dtype.str, "values": value.tolist()} if value.dtype != np.int32 else value.tolist()
+    data = pybase64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": value.dtype.str, "shape": list(value.shape), "base64": data}
+
+
+def _array(value: Any, source: Mapping[str, Any]) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return np.array(source[value["array"]])
+    if "base64" in value:
+        return np.frombuffer(pybase64.b64decode(value["base64"]), value["dtype"]).reshape(value["shape"]).copy()
+    return np.array(value["values"], value["dtype"])
+
+
+def _ids(value: Any, source: Mapping[str, Any]) -> Any:
+    return np.array(value, np.int32) if isinstance(value, list) else _array(value, source)
+
+
+def _prompt(value: Any, source: Mapping[str, Any]) -> Prompt:
+    return Prompt(**{**value, "input_ids": _ids(value["input_ids"], source)})
+
+
+def _top(value: Any, source: Mapping[str, Any]) -> Any:
+    return value and TopLogprobs(*(_array(item, source) for item in value))
+
+
+_UNPACK: dict[str, Any] = {
+    "prompt": _prompt,
+    "status": lambda value, _: Status(value),
+    "finish": lambda value, _: value and Finish(**value),
+    "output_ids": _ids,
+    "weight_spans": lambda value, _: tuple(WeightSpan(*span) for span in value),
+    "top_logprobs": _top,
+    "timing": lambda value, _: Timing(*value),
+    "error": lambda value, _: value and RolloutError(value),
+    "meta_info": lambda value, _: value,
+    "metadata": lambda value, _: value,
+}

@@ -1,0 +1,195 @@
+"""urllib3 connections that report to the exchange they serve, and know their idle age."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import threading
+from typing import TYPE_CHECKING, Any
+
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+
+if TYPE_CHECKING:
+    import io
+
+    from rolloutsync.transport.exchange import Exchange
+
+_current = threading.local()
+
+
+def current_exchange() -> Exchange | None:
+    """The exchange that this thread is making."""
+    return getattr(_current, "exchange", None)
+
+
+def set_current_exchange(exchange: Exchange | None) -> None:
+    """Say which exchange this thread is making."""
+    _current.exchange = exchange
+
+
+class AnswerReader(http.client.HTTPResponse):
+    """Skips interim answers (102 to 199; http.client skips only 100) and tells when the first byte has come."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        while True:
+            version, status, reason = self._read_one_status()
+            if not 102 <= status <= 199:
+                return version, status, reason
+            http.client.parse_headers(self.fp)
+
+    def _read_one_status(self) -> tuple[str, int, str]:
+        exchange = current_exchange()
+        try:
+            line: tuple[str, int, str] = super()._read_status()  # a private name, pinned by a test
+        except BaseException as error:
+            if exchange is not None:
+                exchange.answered |= self._saw_bytes(error)
+            raise
+        if exchange is not None:
+            exchange.answered = True
+        return line
+
+    def _saw_bytes(self, error: BaseException) -> bool:
+        if isinstance(error, http.client.RemoteDisconnected):
+            return False
+        if isinstance(error, http.client.HTTPException):
+            return True
+        with contextlib.suppress(OSError, ValueError):
+            return bool(self.fp.peek(1))  # type: ignore[attr-defined]  # what the buffer holds of a broken line
+        return False
+
+
+class _Tracked(HTTPConnection):
+    """What both connection classes share.
+
+    The owner is the exchange that uses the connection. Two races it prevents:
+
+    1. Thread A reads its body to the end and the pool takes the connection back. 2. Thread B gets it and claims it
+    (``is_connected`` runs in B). 3. A settles: it finds B as owner and leaves everything alone.
+
+    1. The reaper sees an idle connection. 2. Thread B claims it. 3. The reaper, which looks again under ``_guard``,
+    finds an owner and does not close it; or it closed first, and B finds no socket and connects anew.
+    """
+
+    response_class = AnswerReader
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._guard = threading.RLock()  # guards: _owner, _idle_since, _tainted, the socket's closing
+        self._owner: Exchange | None = None
+        self._idle_since = 0.0
+        self._tainted = False
+        self._pin: io.RawIOBase | None = None
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.registry.add(self)
+
+    def connect(self) -> None:
+        """Connect within the engine's connect slots and register the socket."""
+        exchange = current_exchange()
+        if exchange is None:
+            super().connect()
+            return
+        with exchange.connect_slot():
+            try:
+                super().connect()
+            except BaseException as error:
+                exchange.connect_error = error
+                raise
+        self._own(exchange)
+
+    def _own(self, exchange: Exchange) -> None:
+        with self._guard:
+            self._owner, self._tainted = exchange, False
+            self._pin = self.sock.makefile("rb", buffering=0)
+        self.sock.settimeout(exchange.socket_timeout())
+        exchange.took(self, reused=False)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the pool may reuse it: no past the idle limit. Saying yes claims it for the current exchange."""
+        exchange = current_exchange()
+        if exchange is None:
+            return super().is_connected
+        with self._guard:
+            idle = exchange.clock.monotonic() - self._idle_since
+            if self.sock is None or self._tainted or exchange.fresh or idle > exchange.idle_limit_s:
+                return False
+            if not super().is_connected:
+                return False
+            self._owner = exchange
+        exchange.took(self, reused=True)
+        return True
+
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        """Send a request and note when its last byte was handed to the kernel."""
+        exchange = current_exchange()
+        if exchange is None:
+            super().request(*args, **kwargs)
+            return
+        if self.sock is not None:
+            self.timeout = exchange.socket_timeout()  # not the connect timeout: a large body may take longer
+        super().request(*args, **kwargs)
+        exchange.sent_at = exchange.clock.monotonic()
+
+    def close(self) -> None:
+        """Close the socket; its descriptor lives on until the exchange that uses it has ended."""
+        with self._guard:
+            pin, self._pin = self._pin, None
+            if pin is not None and self._owner is not None:
+                self._owner.keep(pin)
+            elif pin is not None:
+                pin.close()
+            super().close()
+
+    def settle(self, exchange: Exchange) -> None:
+        """The exchange has ended: idle from now on, unless another has it already."""
+        with self._guard:
+            if self._owner is exchange:
+                self._owner, self._idle_since = None, exchange.clock.monotonic()
+                if self._tainted or exchange.sent_at is None:
+                    self.close()
+
+    def taint(self, exchange: Exchange) -> None:
+        """Never reuse this socket; its stream of answers can no longer be trusted."""
+        with self._guard:
+            self._tainted = True
+            if self._owner is exchange or self._owner is None:
+                self.close()
+
+    def reap(self, now: float, limit_s: float) -> bool:
+        """Close the socket if it has been idle for longer than ``limit_s``; True if something is open afterwards."""
+        with self._guard:
+            if self._owner is None and self.sock is not None and now - self._idle_since > limit_s:
+                self.close()
+            return self.sock is not None
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptor; no shutdown, which would end the parent's call."""
+        self._guard = threading.RLock()
+        self._owner = None
+        self.close()
+
+
+class TrackedHTTPConnection(_Tracked):
+    """Plain HTTP."""
+
+
+class TrackedHTTPSConnection(_Tracked, HTTPSConnection):
+    """HTTP over TLS."""
+
+
+class DataPool(HTTPConnectionPool):
+    """A pool of tracked connections."""
+
+    ConnectionCls = TrackedHTTPConnection
+
+
+class TLSPool(HTTPSConnectionPool):
+    """A pool of tracked TLS connections."""
+
+    ConnectionCls = TrackedHTTPSConnection
+
+
+POOL_CLASSES = {"http": DataPool, "https": TLSPool}

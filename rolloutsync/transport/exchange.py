@@ -1,0 +1,177 @@
+"""One exchange as it happens: what the connection tells about it, and how it is cut from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from rolloutsync.errors import Cut, Phase
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Iterator
+
+    from rolloutsync.clock import Clock, Deadline
+    from rolloutsync.transport.registry import Registry
+
+_RACE_WINDOW_S = 1.0
+_SLOT_TICK_S = 0.25
+_LOCAL_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
+
+
+class Lane(str, Enum):
+    """An engine's two connection pools. Control calls never wait behind generates."""
+
+    DATA = "data"
+    CONTROL = "control"
+
+
+class CutError(OSError):
+    """Raised inside the connection when the exchange was cut before it had a socket to shut down."""
+
+
+class Exchange:
+    """State of one request and its answer.
+
+    Written by the thread that makes it; ``cut`` may be called by any thread.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        clock: Clock,
+        *,
+        lane: Lane,
+        engine: str,
+        rid: str | None,
+        deadline: Deadline,
+        fresh: bool,
+        connects: threading.BoundedSemaphore,
+        idle_limit_s: float,
+    ) -> None:
+        self.registry = registry
+        self.clock = clock
+        self.lane = lane
+        self.engine = engine
+        self.rid = rid
+        self.deadline = deadline
+        self.fresh = fresh
+        self.idle_limit_s = idle_limit_s
+        self._connects = connects
+        self.connection: Any = None  # the TrackedConnection in use
+        self.reused = False
+        self.sent_at: float | None = None
+        self.answered = False  # at least one byte of the answer was seen
+        self.connect_error: BaseException | None = None
+        self.reason: Cut | None = None
+        self._guard = threading.Lock()  # guards: _socket, _pins, reason. Held across shutdown(2), which never blocks.
+        self._socket: socket.socket | None = None
+        self._pins: list[io.RawIOBase] = []
+
+    # --- told by the connection ---
+
+    def took(self, connection: Any, *, reused: bool) -> None:
+        """The exchange now runs on this connection's socket; shut it at once if the cut came first."""
+        self.connection, self.reused = connection, reused
+        with self._guard:
+            self._socket = connection.sock
+            if self.reason is not None:
+                self._shut_locked()
+
+    def keep(self, pin: io.RawIOBase) -> None:
+        """Keep the descriptor open until the exchange ends, so that a cut can never hit another socket."""
+        with self._guard:
+            self._pins.append(pin)
+
+    @contextlib.contextmanager
+    def connect_slot(self) -> Iterator[None]:
+        """One of the engine's connect slots; waiting for it ends at the deadline and on a cut."""
+        while not self._connects.acquire(timeout=_SLOT_TICK_S):
+            self._check_uncut()
+        try:
+            self._check_uncut()
+            yield
+        finally:
+            self._connects.release()
+
+    def _check_uncut(self) -> None:
+        if self.reason is not None or self.deadline.expired:
+            raise CutError(errno.ECANCELED, "cut while waiting to connect")
+
+    def socket_timeout(self) -> float | None:
+        """Per-call timeout for the socket: none on the data lane, where the registry enforces the whole deadline."""
+        return None if self.lane is Lane.DATA else max(0.001, self.deadline.within(86400.0))
+
+    # --- from outside ---
+
+    def cut(self, reason: Cut) -> bool:
+        """Wake whoever blocks on this exchange's socket; False if it was already cut.
+
+        The unbound ``socket.shutdown`` leaves a TLS layer in place, so that its reader fails instead of reading
+        ciphertext as its body.
+        """
+        with self._guard:
+            if self.reason is not None:
+                return False
+            self.reason = reason
+            self._shut_locked()
+            return True
+
+    def _shut_locked(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # already disconnected by the other side
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    # --- the end ---
+
+    def end(self) -> None:
+        """Deregister the socket, then let go of it."""
+        with self._guard:
+            self._socket = None
+            pins, self._pins = self._pins, []
+        for pin in pins:
+            pin.close()
+        if self.connection is not None:
+            self.connection.settle(self)
+
+    def discard(self) -> None:
+        """Make sure that the socket is not used again."""
+        if self.connection is not None:
+            self.connection.taint(self)
+
+    def phase(self) -> Phase:
+        """How far it had come when it broke."""
+        if self.connection is None:
+            return connect_phase(self.connect_error)
+        if self.answered:
+            return Phase.BODY
+        lately = self.sent_at is None or self.clock.monotonic() - self.sent_at <= _RACE_WINDOW_S
+        return Phase.RACE if self.reused and lately else Phase.SENT
+
+
+def connect_phase(error: BaseException | None) -> Phase:
+    """The phase of a failed connect, by the errno that the kernel gave."""
+    code = find_errno(error)
+    if code == errno.ECONNREFUSED:
+        return Phase.REFUSED
+    return Phase.LOCAL if code in _LOCAL_ERRNOS else Phase.CONNECT
+
+
+def find_errno(error: BaseException | None) -> int | None:
+    """The innermost errno in a chain of wrapped exceptions."""
+    found: int | None = None
+    seen: set[int] = set()
+    queue: list[Any] = [error]
+    while queue:
+        item = queue.pop()
+        if not isinstance(item, BaseException) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, OSError) and item.errno is not None:
+            found = item.errno
+        queue += [item.__cause__, item.__context__, getattr(item, "reason", None), *item.args]
+    return found

@@ -1,0 +1,102 @@
+"""The socket registry: every exchange and connection of one client, and the thread that ends them in time."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from rolloutsync.errors import Cut
+from rolloutsync.threads import start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rolloutsync.clock import Clock
+    from rolloutsync.transport.exchange import Exchange
+
+_TICK_S = 0.25
+
+
+class Registry:
+    """Knows each live exchange and each connection.
+
+    Its thread runs while there is something to watch: four times a second it cuts exchanges that are past their
+    deadline (this bounds drips and silences, which per-read timeouts do not) and closes idle sockets, so that a
+    socket that nobody reuses does not stay in CLOSE_WAIT. Thread-safe.
+    """
+
+    def __init__(self, clock: Clock, name: str, idle_limit_s: float) -> None:
+        self._clock = clock
+        self._name = name
+        self._idle_limit_s = idle_limit_s
+        # _changed's lock guards: _exchanges, _connections, _thread, _closed. Never held across I/O or a cut.
+        self._changed = threading.Condition()
+        self._exchanges: dict[int, Exchange] = {}
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def enter(self, exchange: Exchange) -> None:
+        """An exchange begins; it is cut at once if the client is closed."""
+        with self._changed:
+            self._exchanges[id(exchange)] = exchange
+            closed = self._closed
+            if self._thread is None and not closed:
+                self._thread = start_thread(self._name, self._run)
+        if closed:
+            exchange.cut(Cut.CLOSE)
+
+    def leave(self, exchange: Exchange) -> None:
+        """An exchange has ended, well or not."""
+        with self._changed:
+            self._exchanges.pop(id(exchange), None)
+
+    def add(self, connection: Any) -> None:
+        """Learn of a connection; it is held weakly."""
+        with self._changed:
+            self._connections.add(connection)
+
+    def cut(self, which: Callable[[Exchange], bool], reason: Cut) -> int:
+        """Cut the exchanges that ``which`` picks; the number cut."""
+        with self._changed:
+            chosen = [exchange for exchange in self._exchanges.values() if which(exchange)]
+        return sum(exchange.cut(reason) for exchange in chosen)
+
+    def close(self, timeout: float) -> list[str]:
+        """Cut everything, close all idle sockets and end the thread; the names of threads that did not end."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        self.cut(lambda _: True, Cut.CLOSE)
+        self._reap(limit_s=-1.0)
+        if thread is None or thread is threading.current_thread():
+            return []
+        thread.join(timeout)
+        return [thread.name] if thread.is_alive() else []
+
+    def abandon(self) -> None:
+        """In a forked child, where no other thread exists: close inherited descriptors, leave the parent's calls be."""
+        for connection in list(self._connections):
+            connection.abandon()
+
+    def _run(self) -> None:
+        watching = True
+        while watching:
+            with self._changed:
+                self._clock.wait(self._changed, _TICK_S)
+                if self._closed:
+                    return
+            self.cut(lambda exchange: exchange.deadline.expired, Cut.DEADLINE)
+            open_sockets = self._reap(self._idle_limit_s)
+            with self._changed:
+                watching = bool(self._exchanges or open_sockets)
+                if not watching:
+                    self._thread = None  # under the lock: an exchange that enters now starts another
+
+    def _reap(self, limit_s: float) -> int:
+        now = self._clock.monotonic()
+        with self._changed:
+            connections = list(self._connections)
+        return sum([connection.reap(now, limit_s) for connection in connections])

@@ -1,0 +1,231 @@
+"""One exchange at a time for each thread; many threads at once."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import requests
+import urllib3
+
+from rolloutsync.errors import Cut, Phase, TransportError
+from rolloutsync.transport.budget import LARGE_BYTES, BodyBudget
+from rolloutsync.transport.connection import set_current_exchange
+from rolloutsync.transport.exchange import CutError, Exchange, Lane, connect_phase, find_errno
+from rolloutsync.transport.registry import Registry
+from rolloutsync.transport.session import LaneAdapter, make_session, socket_options
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rolloutsync.clock import Clock, Deadline
+    from rolloutsync.config import Timeouts
+
+_CONNECTS_AT_ONCE = 64
+_FOREIGN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer. Leave its context when the body is decoded: that frees its share of the body budget."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    _exchange: Exchange
+    _release: Callable[[], None]
+
+    def __enter__(self) -> Reply:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def distrust(self) -> None:
+        """The answer was not ours: never use its socket again."""
+        self._exchange.discard()
+
+
+class Transport:
+    """Makes exchanges over one shared session. Thread-safe.
+
+    Args:
+        clock: Time.
+        timeouts: Connect and idle limits.
+        pool_size: Connections kept for each engine and lane.
+        budget_bytes: See ``RolloutClient(body_budget_bytes=)``.
+        session: The user's, or None.
+        name: Of the client, for thread names.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        timeouts: Timeouts,
+        pool_size: int,
+        budget_bytes: int,
+        session: requests.Session | None,
+        name: str,
+    ) -> None:
+        self._clock = clock
+        self._timeouts = timeouts
+        self._adapter = LaneAdapter(pool_size, socket_options(timeouts.half_open_s))
+        self._session = make_session(session, self._adapter)
+        self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
+        self._budget = BodyBudget(budget_bytes, clock)
+        self._lock = threading.Lock()  # guards: _connects
+        self._connects: dict[str, threading.BoundedSemaphore] = {}
+
+    def exchange(
+        self,
+        *,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        lane: Lane,
+        engine: str,
+        deadline: Deadline,
+        rid: str | None = None,
+        fresh: bool = False,
+    ) -> Reply:
+        """Send one request and read its answer to the end. Blocks until then, at most until ``deadline``.
+
+        Any error closes the connection. Nothing is retried here.
+
+        Args:
+            method: GET or POST.
+            url: The whole URL.
+            headers: Request headers.
+            body: Request body, or None.
+            lane: Which of the engine's pools to use.
+            engine: The engine's base URL.
+            deadline: For the whole exchange, connect included.
+            rid: For cuts and errors.
+            fresh: Use a new connection.
+
+        Raises:
+            TransportError: It broke; ``phase`` says how far it had come, ``cut`` whether we ended it.
+        """
+        made = self._make(lane, engine, deadline, rid, fresh=fresh)
+        self._registry.enter(made)
+        set_current_exchange(made)
+        try:
+            response = self._session.request(
+                method,
+                url,
+                data=body,
+                headers=dict(headers),
+                timeout=(deadline.within(self._timeouts.connect_s), made.socket_timeout()),
+                allow_redirects=False,
+                stream=True,
+            )
+            reply = self._read(made, response)
+        except BaseException as error:
+            made.discard()
+            if isinstance(error, _FOREIGN):
+                raise self._broken(made, error, f"{method} {url}") from error
+            raise
+        finally:
+            set_current_exchange(None)
+            made.end()
+            self._registry.leave(made)
+        return reply
+
+    def _make(self, lane: Lane, engine: str, deadline: Deadline, rid: str | None, *, fresh: bool) -> Exchange:
+        with self._lock:
+            connects = self._connects.setdefault(engine, threading.BoundedSemaphore(_CONNECTS_AT_ONCE))
+        return Exchange(
+            self._registry,
+            self._clock,
+            lane=lane,
+            engine=engine,
+            rid=rid,
+            deadline=deadline,
+            fresh=fresh,
+            connects=connects,
+            idle_limit_s=self._timeouts.idle_socket_s,
+        )
+
+    def _read(self, made: Exchange, response: requests.Response) -> Reply:
+        size = self._reserve(made, response)
+        try:
+            body = response.raw.read(decode_content=True) if response.raw is not None else response.content
+            response.close()
+            if made.reason is not None:
+                raise CutError(errno.ECANCELED, "cut while reading the answer")
+        except BaseException:
+            self._budget.release(size)
+            response.close()
+            raise
+        return Reply(response.status_code, response.headers, body or b"", made, _once(self._budget.release, size))
+
+    def _reserve(self, made: Exchange, response: requests.Response) -> int:
+        told = response.headers.get("Content-Length", "")
+        size = int(told) if told.isascii() and told.isdigit() else 0
+        if made.lane is Lane.CONTROL or size < LARGE_BYTES:
+            return 0
+        if not self._budget.reserve(size, lambda: made.reason is not None):
+            response.close()
+            raise CutError(errno.ECANCELED, "cut while waiting for memory to read the answer")
+        return size
+
+    def _broken(self, made: Exchange, error: BaseException, what: str) -> TransportError:
+        phase, cut = _phase_of(made, error), _cut_of(made, error)
+        cause = f"cut by us: {cut.value}" if cut else _innermost(error)
+        message = f"{what}: {phase.value}: {cause}"
+        return TransportError(message, engine=made.engine, rid=made.rid, phase=phase, cut=cut)
+
+    def cut(self, which: Callable[[Exchange], bool], reason: Cut) -> int:
+        """Wake the threads of the exchanges that ``which`` picks; they raise a TransportError with that ``cut``."""
+        return self._registry.cut(which, reason)
+
+    def close(self, timeout: float) -> list[str]:
+        """Cut all exchanges, close all sockets, end the thread; the names of threads that did not end in time."""
+        left = self._registry.close(timeout)
+        self._adapter.close()
+        return left
+
+    def abandon(self) -> None:
+        """In a forked child: let go of everything inherited."""
+        self._registry.abandon()
+
+
+def _once(release: Callable[[int], None], size: int) -> Callable[[], None]:
+    """A release that gives ``size`` bytes back the first time it is called."""
+    owed = [size] if size else []
+    return lambda: release(owed.pop()) if owed else None
+
+
+def _phase_of(made: Exchange, error: BaseException) -> Phase:
+    if made.connection is not None or made.connect_error is not None:
+        return made.phase()
+    if isinstance(error, CutError):
+        return Phase.CONNECT
+    # no connection of ours took part: a mock, or an adapter that the user mounted
+    refused = connect_phase(error) in {Phase.REFUSED, Phase.LOCAL}
+    if refused or isinstance(error, requests.ConnectTimeout):
+        return connect_phase(error)
+    return Phase.SENT
+
+
+def _cut_of(made: Exchange, error: BaseException) -> Cut | None:
+    if made.reason is not None:
+        return made.reason
+    if made.deadline.expired:
+        return Cut.DEADLINE
+    timed_out = isinstance(error, (requests.ReadTimeout, urllib3.exceptions.ReadTimeoutError, TimeoutError))
+    return Cut.DEADLINE if timed_out and find_errno(error) != errno.ETIMEDOUT else None
+
+
+def _innermost(error: Any) -> str:
+    """The error's own words, without the layers that requests and urllib3 put around them."""
+    while True:
+        inner = next((arg for arg in (getattr(error, "reason", None), *error.args) if isinstance(arg, Exception)), None)
+        if inner is None:
+            return f"{type(error).__name__}: {error}"
+        error = inner
