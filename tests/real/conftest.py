@@ -1,0 +1,234 @@
+"""Fixtures of the real suite.
+
+A test that takes `llama_urls` or `moe_urls` runs twice: against the simulated engine, in the fast suite, and against
+real SGLang, under the marker `real`. Real engines start when the first test wants them, serve the whole session and are
+put back to idle after each test. If any real test was selected, the kit is installed before the first test, outside of
+every test's time limit, and the session moves to a private loopback.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import requests
+
+from .kit import Kit, KitError, ensure
+from .launch import RealEngine, start_all, stop_all
+from .network import Namespace
+
+LLAMA_ENGINES = 2
+MOE_FLAGS = ("--enable-return-routed-experts",)
+TEST_TIMEOUT_S = 300
+IDLE_TIMEOUT_S = 30.0
+TOKEN_COUNTS = ("num_waiting_uncached_tokens", "num_used_tokens", "num_total_tokens")
+COUNTS = ("num_running_reqs", "num_waiting_reqs", *TOKEN_COUNTS)
+# The simulated engines are given what the real ones are started with.
+SIM_LLAMA: dict[str, object] = {}
+SIM_MOE: dict[str, object] = {}
+
+
+@dataclass
+class Bench:
+    """What the session has set up: the kit or why there is none, the network, and the engines that were started."""
+
+    kit: Kit | None = None
+    problem: str = ""
+    namespace: Namespace = field(default_factory=Namespace)
+    network: str = ""
+    started: list[RealEngine] = field(default_factory=list)
+
+
+BENCH = pytest.StashKey[Bench]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives real tests the time that a slow machine takes to start the engines."""
+    for item in items:
+        if item.get_closest_marker("real") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Prepares the kit and the network if a selected test needs a real engine."""
+    if session.config.option.collectonly or not any(item.get_closest_marker("real") for item in session.items):
+        return
+    bench = session.config.stash.setdefault(BENCH, Bench())
+    report = _reporter(session.config)
+    try:
+        bench.kit = ensure(report)
+    except KitError as error:
+        bench.problem = str(error)
+        return
+    bench.network = _enter(bench.namespace)
+    report(bench.network)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Returns from the private loopback."""
+    session.config.stash.get(BENCH, Bench()).namespace.leave()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says which engines the tests ran against."""
+    started = config.stash.get(BENCH, Bench()).started
+    if started:
+        terminalreporter.section("real engines")
+    for engine in started:
+        what = f"SGLang {engine.version} on CPU, model {engine.model.name}"
+        terminalreporter.write_line(f"{what}, {engine.url}, ready after {engine.ready_after_s:.1f} s")
+
+
+def _enter(namespace: Namespace) -> str:
+    try:
+        namespace.enter()
+    except OSError as error:
+        return f"network: no namespace of our own ({error}); SGLang's extra listener is open to other machines"
+    return "network: a private loopback in a namespace of this session"
+
+
+def _reporter(config: pytest.Config) -> Callable[[str], None]:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    return lambda message: None if terminal is None else terminal.write_line(f"real: {message}")
+
+
+# The engines.
+
+
+@pytest.fixture(params=[pytest.param("sim"), pytest.param("real", marks=pytest.mark.real)])
+def engine_kind(request: pytest.FixtureRequest) -> str:
+    """`sim` or `real`: every test below runs against both."""
+    return str(request.param)
+
+
+@pytest.fixture
+def llama_urls(engine_kind: str, request: pytest.FixtureRequest) -> Iterator[Sequence[str]]:
+    """Two dense engines: 4 running requests each, 2048 tokens of context, prefill in chunks of 256."""
+    yield from _lend(request, f"{engine_kind}_llama")
+
+
+@pytest.fixture
+def moe_urls(engine_kind: str, request: pytest.FixtureRequest) -> Iterator[Sequence[str]]:
+    """One engine with 2 layers of 8 experts, 2 per token, that returns routed experts on request."""
+    yield from _lend(request, f"{engine_kind}_moe")
+
+
+@pytest.fixture
+def checkpoints(engine_kind: str, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Paths of the checkpoint that the dense engines serve at first, and of one with other weights."""
+    if engine_kind == "sim":
+        return ("sim/llama", "sim/llama-other")
+    kit = _kit(request.config)
+    return (str(kit.llama), str(kit.llama_other))
+
+
+@pytest.fixture(scope="session")
+def real_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
+    """Two real engines with the dense model, started side by side, shared by the session."""
+    logs = tmp_path_factory.mktemp("real-llama")
+    kit = _kit(request.config)
+    yield from _serve(request.config, [RealEngine(kit, kit.llama, logs / f"{n}.log") for n in range(LLAMA_ENGINES)])
+
+
+@pytest.fixture(scope="session")
+def real_moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
+    """One real engine with the mixture of experts, shared by the session."""
+    log: Path = tmp_path_factory.mktemp("real-moe") / "0.log"
+    kit = _kit(request.config)
+    yield from _serve(request.config, [RealEngine(kit, kit.moe, log, MOE_FLAGS)])
+
+
+@pytest.fixture(scope="session")
+def sim_llama() -> Iterator[Sequence[str]]:
+    """Two simulated dense engines, shared by the session."""
+    from rolloutsync.sim import SimFleet
+
+    with SimFleet(engines=LLAMA_ENGINES, **SIM_LLAMA) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="session")
+def sim_moe() -> Iterator[Sequence[str]]:
+    """One simulated engine with routed experts, shared by the session."""
+    from rolloutsync.sim import SimFleet
+
+    with SimFleet(engines=1, **SIM_MOE) as fleet:
+        yield fleet
+
+
+def _kit(config: pytest.Config) -> Kit:
+    bench = config.stash.get(BENCH, Bench(problem="no test with the marker `real` was selected"))
+    if bench.kit is None:
+        pytest.fail(f"no real engine: {bench.problem}", pytrace=False)
+    return bench.kit
+
+
+def _serve(config: pytest.Config, engines: list[RealEngine]) -> Iterator[list[RealEngine]]:
+    started = config.stash[BENCH].started
+    start_all(engines)
+    started.extend(engines)
+    try:
+        yield engines
+    finally:
+        for engine in started:  # the session ends: all of them are about to be stopped, so let them go together
+            engine.ask_to_stop()
+        stop_all(engines)
+
+
+def _lend(request: pytest.FixtureRequest, owner: str) -> Iterator[Sequence[str]]:
+    engines = request.getfixturevalue(owner)
+    urls = [each.url if isinstance(each, RealEngine) else str(each) for each in engines]
+    yield urls
+    for each in engines:
+        if isinstance(each, RealEngine):
+            each.check_alive()
+    settle(urls)
+
+
+def settle(urls: Sequence[str]) -> None:
+    """Leaves engines as a test should find them: not paused, not slowed down, proven idle.
+
+    Raises:
+        AssertionError: One was not idle within 30 s; the message shows its load.
+    """
+    with requests.Session() as session:
+        session.trust_env = False
+        for url in urls:
+            _post(session, f"{url}/continue_generation", {})
+            _post(session, f"{url}/slow_down", {"forward_sleep_time": None})
+        for url in urls:
+            _abort_until_idle(session, url)
+
+
+def _post(session: requests.Session, url: str, body: object) -> None:
+    answer = session.post(url, json=body, timeout=10)
+    assert answer.status_code == 200, f"{url} answered {answer.status_code}: {answer.text}"
+
+
+def _abort_until_idle(session: requests.Session, url: str) -> None:
+    deadline = time.monotonic() + IDLE_TIMEOUT_S
+    while _busy(load := _rank(session, url)):
+        assert time.monotonic() < deadline, f"{url} is not idle: {json.dumps(load)}"
+        _post(session, f"{url}/abort_request", {"rid": "", "abort_all": True})
+        _await_later_snapshot(session, url, load, deadline)
+
+
+def _busy(load: dict[str, float]) -> bool:
+    return any(load[name] for name in COUNTS)
+
+
+def _rank(session: requests.Session, url: str) -> dict[str, float]:
+    loads = session.get(f"{url}/v1/loads", timeout=10).json()["loads"]
+    assert len(loads) == 1, f"{url} should have one rank: {loads}"
+    rank: dict[str, float] = loads[0]
+    return rank
+
+
+def _await_later_snapshot(session: requests.Session, url: str, load: dict[str, float], deadline: float) -> None:
+    while _rank(session, url)["timestamp"] == load["timestamp"]:
+        assert time.monotonic() < deadline, f"{url} publishes no load: {json.dumps(load)}"
+        time.sleep(0.1)

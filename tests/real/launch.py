@@ -1,0 +1,205 @@
+"""Real engines as child processes: started together, watched until ready, ended whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import requests
+
+from .kit import OFFLINE, RECIPE, SHIMS, Kit, tail
+
+GUARD = RECIPE / "guard.py"
+READY_TIMEOUT_S = 150.0
+GRACE_S = 15.0
+CPU_ENGINE = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONPATH": str(SHIMS),
+}
+FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.1"),
+    *("--max-total-tokens", "8192", "--context-length", "2048"),
+    *("--max-running-requests", "4", "--chunked-prefill-size", "256"),
+)
+
+
+class EngineFailed(Exception):  # noqa: N818  (an event, told with the end of the engine's log)
+    """A real engine did not come up, or did not stay up."""
+
+
+class RealEngine:
+    """One SGLang server with a tiny model, in a process group of its own.
+
+    Start it from the main thread: it is killed when the thread that started it ends. Not safe for use from several
+    threads, but `url` may be read anywhere once it is ready.
+
+    Args:
+        kit: The cached environment.
+        model: The checkpoint to serve.
+        log: Where the server's output goes.
+        flags: Further arguments of SGLang's command line.
+    """
+
+    def __init__(self, kit: Kit, model: Path, log: Path, flags: Sequence[str] = ()) -> None:
+        self.model = model
+        self.log = log
+        self.url = ""
+        self.version = ""
+        self.ready_after_s = 0.0
+        self._shared: set[Path] = set()
+        self._kit = kit
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._session = requests.Session()
+        self._session.trust_env = False
+
+    @property
+    def pid(self) -> int:
+        """The server's process id, which is its group's too."""
+        return self._running().pid
+
+    def start(self) -> None:
+        """Starts the process and returns at once."""
+        port, rendezvous = free_ports(2)
+        self.url = f"http://127.0.0.1:{port}"
+        self._started = time.monotonic()
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command(port, rendezvous),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **OFFLINE, **CPU_ENGINE},
+                start_new_session=True,
+            )
+
+    def _command(self, port: int, rendezvous: int) -> list[str]:
+        guard = [sys.executable, str(GUARD), str(os.getpid())]
+        server = [str(self._kit.python), "-m", "sglang.launch_server", "--model-path", str(self.model)]
+        address = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(rendezvous)]
+        return [*guard, *server, *address, *FLAGS, *self._flags]
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Blocks until the engine has generated its first token.
+
+        Raises:
+            EngineFailed: It ended, or was not ready in time; the message shows the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise EngineFailed(self._story(f"not ready within {timeout_s:.0f} s"))
+            time.sleep(0.2)
+        self._first_token()
+        self.version = str(self._session.get(f"{self.url}/server_info", timeout=30).json()["version"])
+        self.ready_after_s = time.monotonic() - self._started
+        self._shared = _shared_files(self.pid)
+
+    def _answers(self) -> bool:
+        try:
+            return self._session.get(f"{self.url}/model_info", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def _first_token(self) -> None:
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}}
+        answer = self._session.post(f"{self.url}/generate", json=body, timeout=60)
+        if answer.status_code != 200:
+            raise EngineFailed(self._story(f"first generate answered {answer.status_code}: {answer.text}"))
+
+    def check_alive(self) -> None:
+        """Raises `EngineFailed`, with the end of the log, if the process has ended."""
+        code = self._running().poll()
+        if code is not None:
+            raise EngineFailed(self._story(f"ended with {code}"))
+
+    def ask_to_stop(self) -> None:
+        """Sends SIGTERM and returns at once; SGLang takes seconds to follow."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Ends the server and its children: asks, waits up to `grace_s`, then kills the group. Idempotent."""
+        process, self._process = self._process, None
+        self._session.close()
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        _kill_group_after(process, grace_s)
+        for file in self._shared:
+            file.unlink(missing_ok=True)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise EngineFailed(f"engine with model {self.model} has not been started")
+        return self._process
+
+    def _story(self, what: str) -> str:
+        return f"SGLang at {self.url} ({self.model.name}): {what}; the end of {self.log}:\n{tail(self.log)}"
+
+
+def start_all(engines: Sequence[RealEngine], timeout_s: float = READY_TIMEOUT_S) -> None:
+    """Starts engines side by side and blocks until all are ready; on any failure none is left running."""
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_ready(timeout_s)
+    except BaseException:
+        stop_all(engines, grace_s=0.0)
+        raise
+
+
+def stop_all(engines: Sequence[RealEngine], grace_s: float = GRACE_S) -> None:
+    """Ends engines side by side."""
+    for engine in engines:
+        engine.ask_to_stop()
+    for engine in engines:
+        engine.stop(grace_s)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns distinct loopback ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _kill_group_after(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        _kill_group(process.pid)
+    process.wait()
+
+
+def _kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # the server took its children along
+
+
+def _shared_files(pid: int) -> set[Path]:
+    """SGLang keeps its load snapshots in /dev/shm and leaves them there, so somebody has to know them."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    maps = "".join(Path(f"/proc/{each}/maps").read_text() for each in (pid, *children))
+    names = {line.split()[-1] for line in maps.splitlines()}
+    return {Path(name) for name in names if name.startswith("/dev/shm/sglang_loads_")}
