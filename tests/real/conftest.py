@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -28,8 +29,8 @@ IDLE_TIMEOUT_S = 30.0
 TOKEN_COUNTS = ("num_waiting_uncached_tokens", "num_used_tokens", "num_total_tokens")
 COUNTS = ("num_running_reqs", "num_waiting_reqs", *TOKEN_COUNTS)
 # The simulated engines are given what the real ones are started with.
-SIM_LLAMA: dict[str, object] = {}
-SIM_MOE: dict[str, object] = {}
+SIM_LLAMA: dict[str, Any] = {"context_length": 2048, "max_running_requests": 4, "max_total_tokens": 8192}
+SIM_MOE: dict[str, Any] = {**SIM_LLAMA, "routed_experts": (2, 2, 8)}
 
 
 @dataclass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +59,7 @@ class RealEngine:
         self.version = ""
         self.ready_after_s = 0.0
         self._shared: set[Path] = set()
+        self._scratch: str | None = None
         self._kit = kit
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,13 +77,14 @@ class RealEngine:
         port, rendezvous = free_ports(2)
         self.url = f"http://127.0.0.1:{port}"
         self._started = time.monotonic()
+        self._scratch = tempfile.mkdtemp(prefix="rs-")  # short: SGLang's sockets go there, and their paths are limited
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command(port, rendezvous),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **OFFLINE, **CPU_ENGINE},
+                env={**os.environ, **OFFLINE, **CPU_ENGINE, "TMPDIR": self._scratch},
                 start_new_session=True,
             )
 
@@ -139,8 +143,13 @@ class RealEngine:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         _kill_group_after(process, grace_s)
+        self._sweep()
+
+    def _sweep(self) -> None:
         for file in self._shared:
             file.unlink(missing_ok=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
