@@ -1,0 +1,276 @@
+"""`/generate`: one answer, a list of them, or a stream; and the client that goes away meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from rolloutsync.sim import jobs
+from rolloutsync.sim.engine import Engine
+from rolloutsync.sim.jobs import Asked, Job
+from rolloutsync.sim.replies import ApiError, dumps, json_response, loads_body, object_error, value_error
+from rolloutsync.sim.request import Phase, Refusal, SimRequest
+
+SHORTEST_CHUNK_S = 0.004
+
+Message = MutableMapping[str, Any]
+
+
+class Generation:
+    """One generation of a call: the request inside the scheduler and the event of its end."""
+
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self.job = job
+        self.sampling = jobs.check(job, engine.config)
+        self.done = asyncio.get_running_loop().create_future()
+        self._engine = engine
+        self._arrived = engine.now()
+        self.request: SimRequest | None = None
+        self.gone_with: int | None = None
+
+    def start(self) -> None:
+        """Hands it to the scheduler."""
+        self.request = self._engine.start(self.job, self.sampling, self._on_done)
+
+    def _on_done(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    @property
+    def produced(self) -> int:
+        """Tokens that there are now."""
+        assert self.request is not None
+        scheduler = self._engine.scheduler
+        rank = scheduler.ranks[self.request.rank]
+        return self.request.count if rank.paused else self.request.produced(scheduler.now, rank.step_s)
+
+    def refusal(self) -> ApiError | None:
+        """Returns the error that it ended with, if it did."""
+        finish = self.request.finish if self.request else None
+        if not isinstance(finish, Refusal):
+            return None
+        return value_error(finish.message) if finish.status == 400 else object_error(finish.status, finish.message)
+
+    def accept_refusal(self) -> None:
+        """Turns a refusal into an abort that carries its status, as streams report it."""
+        assert self.request is not None
+        if isinstance(finish := self.request.finish, Refusal):
+            reason = {"type": "abort", "message": finish.message, "status_code": finish.status, "err_type": None}
+            self.request.finish, self.request.while_queued = reason, True
+
+    def answer(self) -> dict[str, Any]:
+        """Returns the finished answer."""
+        assert self.request is not None
+        engine = self._engine
+        ended = engine.wall(self.request.finished)
+        return engine.answers.finished(self.job, self.request, engine.now() - self._arrived, ended)
+
+    def chunk(self, count: int) -> dict[str, Any]:
+        """Returns the answer so far."""
+        assert self.request is not None
+        return self._engine.answers.partial(self.job, self.request, count)
+
+
+class GenerateEndpoint:
+    """The ASGI application of `/generate`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one call."""
+        try:
+            body = loads_body(await read_body(receive), scope["path"])
+            asked = jobs.parse(body, self._engine.config, self._engine.model.tokenizer)
+            self._engine.register(asked.jobs)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        try:
+            await self._engine.enter()
+            try:
+                await self._serve(asked, scope, receive, send)
+            finally:
+                self._engine.leave()
+        finally:
+            self._engine.forget(asked.jobs)
+
+    async def _serve(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = Stream(self._engine, asked, send) if asked.stream else None
+        try:
+            generations = await self._start(asked)
+            if stream is not None:
+                await self._with_client(generations, receive, lambda: stream.run(generations), at_once=True)
+                return
+            if not await self._with_client(generations, receive, lambda: self._all_done(generations), at_once=False):
+                return
+            self._check(generations)
+        except ApiError as error:
+            await (stream.fail(error) if stream else error.response()(scope, receive, send))
+            return
+        answers = [generation.answer() for generation in generations]
+        await json_response(answers if asked.is_list else answers[0])(scope, receive, send)
+
+    async def _start(self, asked: Asked) -> list[Generation]:
+        generations = [Generation(self._engine, job) for job in asked.jobs]
+        if any(jobs.is_out_of_vocabulary(job, self._engine.config) for job in asked.jobs):
+            await self._choke()
+        for generation in generations:
+            generation.start()
+        return generations
+
+    async def _choke(self) -> None:
+        if not self._engine.config.die_on_bad_token:
+            raise value_error(f"input_ids must be in [0, {self._engine.config.vocab_size}).")
+        self._engine.die(self._engine.config.death_delay_s)
+        await asyncio.get_running_loop().create_future()
+
+    def _check(self, generations: list[Generation]) -> None:
+        error = next((error for generation in generations if (error := generation.refusal())), None)
+        if error is not None:
+            raise error
+
+    async def _all_done(self, generations: list[Generation]) -> None:
+        for done in asyncio.as_completed([generation.done for generation in generations]):
+            await done
+            if any(generation.refusal() for generation in generations):
+                self._abort(generations)
+                return
+
+    def _abort(self, generations: list[Generation]) -> None:
+        for generation in generations:
+            self._engine.abort(generation.job.rid, everything=False)
+
+    async def _with_client(
+        self,
+        generations: list[Generation],
+        receive: Receive,
+        work: Callable[[], Awaitable[None]],
+        *,
+        at_once: bool,
+    ) -> bool:
+        """Does the work while the client is there; once it has gone, ends everything and returns False."""
+        working = asyncio.ensure_future(work())
+        watching = asyncio.ensure_future(client_gone(receive))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+                return True
+            if at_once:
+                working.cancel()
+            await self._notice(generations, at_once=at_once)
+            await asyncio.wait([generation.done for generation in generations])
+            return False
+        finally:
+            watching.cancel()
+            working.cancel()
+            await asyncio.gather(watching, working, return_exceptions=True)
+
+    async def _notice(self, generations: list[Generation], *, at_once: bool) -> None:
+        """Aborts each generation when the engine would notice that its client has gone."""
+        pending = {generation.job.rid: generation for generation in generations}
+        started = self._engine.now()
+        while pending:
+            for rid, generation in list(pending.items()):
+                if generation.done.done() or at_once or self._notices(generation, started):
+                    self._engine.disconnected(generation.job)
+                    del pending[rid]
+            if pending:
+                await asyncio.sleep(0.01)
+
+    def _notices(self, generation: Generation, gone_at: float) -> bool:
+        config, request = self._engine.config, generation.request
+        every = config.disconnect_check_tokens
+        if request is not None and request.phase is Phase.RUNNING and every:
+            if generation.gone_with is None:
+                generation.gone_with = generation.produced
+            if generation.produced // every > generation.gone_with // every:
+                return True
+        return self._engine.now() - gone_at >= config.disconnect_poll_s
+
+
+class Stream:
+    """Server-sent events of one call: everything so far in every chunk, `[DONE]` at the end."""
+
+    def __init__(self, engine: Engine, asked: Asked, send: Send) -> None:
+        self._engine = engine
+        self._asked = asked
+        self._send = send
+        self._started = False
+
+    async def run(self, generations: list[Generation]) -> None:
+        """Sends chunks until all generations have ended."""
+        sent = {generation.job.rid: 0 for generation in generations}
+        while sent:
+            for index, generation in enumerate(generations):
+                if generation.job.rid in sent:
+                    await self._advance(index, generation, sent)
+            waiting = [generation.done for generation in generations if generation.job.rid in sent]
+            if waiting:
+                await asyncio.wait(waiting, timeout=self._pace(), return_when=asyncio.FIRST_COMPLETED)
+        await self._end()
+
+    def _pace(self) -> float:
+        return max(SHORTEST_CHUNK_S, self._engine.scheduler.ranks[0].step_s / 2)
+
+    async def _advance(self, index: int, generation: Generation, sent: dict[str, int]) -> None:
+        rid = generation.job.rid
+        if generation.done.done():
+            del sent[rid]
+            generation.accept_refusal()
+            await self._event(index, generation.answer())
+            return
+        produced = generation.produced
+        interval = generation.sampling.stream_interval or self._engine.config.stream_interval
+        if produced >= sent[rid] + interval or (produced and not sent[rid]):
+            sent[rid] = produced
+            await self._event(index, generation.chunk(produced))
+
+    async def _event(self, index: int, value: dict[str, Any]) -> None:
+        if self._asked.is_list:
+            value = value | {"index": index}
+        await self._write(b"data: " + dumps(value) + b"\n\n")
+
+    async def fail(self, error: ApiError) -> None:
+        """Sends an error as the last event."""
+        await self._write(b"data: " + dumps(stream_error(error)) + b"\n\n")
+        await self._end()
+
+    async def _end(self) -> None:
+        await self._write(b"data: [DONE]\n\n")
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, data: bytes) -> None:
+        if not self._started:
+            self._started = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def stream_error(error: ApiError) -> dict[str, Any]:
+    """Returns an error in the form that streams have."""
+    body = error.body if isinstance(error.body, dict) else {"message": str(error.body)}
+    inner = body.get("error", body)
+    message = inner.get("message", "") if isinstance(inner, dict) else inner
+    return {"error": {"message": message, "type": "invalid_request_error", "code": error.status, "retryable": False}}
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Reads a request's whole body; what a client sent before it went away counts as the whole."""
+    parts: list[bytes] = []
+    while True:
+        message: Message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def client_gone(receive: Receive) -> None:
+    """Waits until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,232 @@
+"""From a `/generate` body to generations: shapes, defaults and refusals in the engine's own words."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rolloutsync.sim import sampling as sampling_params
+from rolloutsync.sim.config import SimConfig
+from rolloutsync.sim.replies import ApiError, internal_error, validation_error, value_error
+from rolloutsync.sim.sampling import Sampling
+from rolloutsync.sim.tokenizer import Tokenizer
+
+STRICT_SINCE = (0, 5, 22)
+START_LEN_SINCE = (0, 5, 12)
+DP_RANK_SINCE = (0, 5, 10)
+DEPRECATED_DP_RANK_IGNORED = ((0, 5, 15), (0, 5, 17))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One generation that a body asks for."""
+
+    rid: str
+    prompt: list[int] = field(default_factory=list)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    dp_rank: int | None = None
+    logprob: bool = False
+    logprob_start: int = -1
+    top_logprobs: int = 0
+    token_ids_logprob: tuple[int, ...] | None = None
+    logprob_text: bool = False
+    routed_experts: bool = False
+    routed_start: int = 0
+    hidden_states: bool | str = False
+    prompt_token_ids: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """All that one call asks for."""
+
+    jobs: list[Job]
+    is_list: bool
+    stream: bool
+
+
+def parse(body: Any, config: SimConfig, tokenizer: Tokenizer) -> Asked:
+    """Makes generations of a decoded body.
+
+    Raises:
+        ApiError: The answer that the engine gives instead.
+    """
+    if not isinstance(body, dict):
+        raise validation_error("/generate", "model_attributes_type", "Input should be a valid dictionary")
+    _check_types(body)
+    _check_contract(body, config)
+    prompts, is_list = _prompts(body, tokenizer)
+    params = _per_item(body.get("sampling_params") or {}, len(prompts))
+    copies = _copies(params)
+    rids = _rids(body.get("rid"), len(prompts), is_list=is_list)
+    rank = _dp_rank(body, config)
+    jobs = [
+        replace(_job(body, index, rid), prompt=prompt, params=item, dp_rank=rank)
+        for index, (rid, prompt, item) in enumerate(zip(rids, prompts, params, strict=True))
+    ]
+    if copies > 1:
+        jobs = [replace(job, rid=uuid.uuid4().hex) for job in jobs for _ in range(copies)]
+    return Asked(jobs=jobs, is_list=is_list or copies > 1, stream=bool(body.get("stream")))
+
+
+def check(job: Job, config: SimConfig) -> Sampling:
+    """Returns a generation's checked sampling parameters.
+
+    Raises:
+        ApiError: Too long, out of range, or asks for what the engine was not started with.
+    """
+    size, wanted = len(job.prompt), job.params.get("max_new_tokens")
+    if size >= config.context_length:
+        limit = f"the model's context length ({config.context_length} tokens)."
+        raise value_error(f"The input ({size} tokens) is longer than {limit}")
+    if wanted is not None and size + wanted > config.context_length:
+        raise value_error(_too_long(size, wanted, config.context_length))
+    _check_extras(job, config)
+    try:
+        parsed = sampling_params.parse(job.params)
+    except ValueError as error:
+        raise value_error(str(error)) from error
+    except TypeError as error:
+        raise internal_error() from error
+    if parsed.seed is None and config.random_when_unseeded:
+        return replace(parsed, seed=random.getrandbits(62))
+    return parsed
+
+
+def is_out_of_vocabulary(job: Job, config: SimConfig) -> bool:
+    """Returns whether the prompt has an id that the model does not know."""
+    return max(job.prompt) >= config.vocab_size or min(job.prompt) < 0
+
+
+def output_limit(sampling: Sampling, prompt_tokens: int, config: SimConfig) -> int:
+    """Returns how many tokens a generation can have at most."""
+    room = min(config.context_length, config.max_total_tokens) - 1
+    return max(0, min(sampling.max_new_tokens, room - prompt_tokens - 1))
+
+
+def _check_types(body: Mapping[str, Any]) -> None:
+    ids, path = body.get("input_ids"), "/generate"
+    if ids is not None and not isinstance(ids, list):
+        raise validation_error(path, "value_error", f"Value error, must be list or null; got {type(ids).__name__}")
+    for item in ids or []:
+        wrong = next((part for part in item if type(part) is not int), None) if isinstance(item, list) else None
+        if (type(item) is not int and not isinstance(item, list)) or wrong is not None:
+            kind = type(item if wrong is None else wrong).__name__
+            raise validation_error(path, "value_error", f"Value error, elements must be int or list; got {kind}")
+    params = body.get("sampling_params")
+    if params is not None and not isinstance(params, dict | list):
+        raise validation_error(path, "dict_type", "Input should be a valid dictionary")
+
+
+def _check_contract(body: Mapping[str, Any], config: SimConfig) -> None:
+    params = body.get("sampling_params") or {}
+    for item in params if isinstance(params, list) else [params]:
+        unknown = sampling_params.unknown_key(item)
+        if unknown is None:
+            continue
+        if config.release >= STRICT_SINCE:
+            raise ApiError(400, {"error": sampling_params.contract_error(unknown)})
+        raise internal_error()
+
+
+def _prompts(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
+    text, ids = body.get("text"), body.get("input_ids")
+    if text is not None:
+        texts = [text] if isinstance(text, str) else text
+        return [tokenizer.encode(item) or [1] for item in texts], not isinstance(text, str)
+    if ids is None:
+        raise value_error("Either text, input_ids or input_embeds should be provided.")
+    if not ids or [] in ids:
+        raise value_error("input_ids cannot be empty.")
+    return (ids, True) if isinstance(ids[0], list) else ([ids], False)
+
+
+def _per_item(params: Any, count: int) -> list[Mapping[str, Any]]:
+    if not isinstance(params, list):
+        return [params] * count
+    if len(params) != count:
+        raise value_error("The length of sampling_params should be equal to the batch size.")
+    return params
+
+
+def _copies(params: list[Mapping[str, Any]]) -> int:
+    counts = {int(item.get("n") or 1) for item in params}
+    if len(counts) != 1:
+        raise value_error("The parallel_sample_num should be the same for all samples in sample params.")
+    return counts.pop()
+
+
+def _rids(rid: Any, count: int, *, is_list: bool) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(rid, str):
+        return [f"{rid}_{index}" for index in range(count)] if is_list else [rid]
+    if not isinstance(rid, list):
+        raise value_error("The rid should be a string or a list of strings.")
+    if len(rid) != count:
+        raise value_error("The specified rids length mismatch with the batch_size for batch processing.")
+    duplicates = [name for name, times in Counter(rid).items() if times > 1]
+    if duplicates:
+        raise value_error(f"Duplicate request IDs detected within the request: {duplicates}")
+    return rid
+
+
+def _job(body: Mapping[str, Any], index: int, rid: str) -> Job:
+    def item(name: str, default: Any) -> Any:
+        value = body.get(name)
+        value = value[index] if isinstance(value, list) else value
+        return default if value is None else value
+
+    ids = body.get("token_ids_logprob")
+    nested = ids[index] if ids and isinstance(ids[0], list) else ids
+    return Job(
+        rid=rid,
+        logprob=bool(item("return_logprob", default=False)),
+        logprob_start=item("logprob_start_len", -1),
+        top_logprobs=item("top_logprobs_num", 0),
+        token_ids_logprob=None if nested is None else tuple(nested),
+        logprob_text=bool(body.get("return_text_in_logprobs")),
+        routed_experts=bool(item("return_routed_experts", default=False)),
+        routed_start=item("routed_experts_start_len", 0),
+        hidden_states=item("return_hidden_states", default=False),
+        prompt_token_ids=bool(body.get("return_prompt_token_ids")),
+    )
+
+
+def _dp_rank(body: Mapping[str, Any], config: SimConfig) -> int | None:
+    low, high = DEPRECATED_DP_RANK_IGNORED
+    rank = body.get("routed_dp_rank") if config.release >= DP_RANK_SINCE else None
+    if rank is None and not low <= config.release <= high:
+        rank = body.get("data_parallel_rank")
+    if rank is not None and not 0 <= rank < config.dp_size:
+        raise value_error(f"routed_dp_rank={rank} out of range [0, {config.dp_size})")
+    return None if rank is None else int(rank)
+
+
+def _too_long(prompt_tokens: int, wanted: int, limit: int) -> str:
+    return (
+        f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a total "
+        f"of {prompt_tokens + wanted} tokens: {prompt_tokens} tokens from the input messages and {wanted} tokens for "
+        "the completion. Please reduce the number of tokens in the input messages or the completion to fit within the "
+        "limit."
+    )
+
+
+def _check_extras(job: Job, config: SimConfig) -> None:
+    if job.hidden_states and not config.hidden_size:
+        raise value_error(
+            "The server is not configured to return hidden states. Please set `--return-hidden-states-mode last`, "
+            "`--return-hidden-states-mode full`, or the legacy `--enable-return-hidden-states` flag."
+        )
+    honoured = job.routed_experts and config.release >= START_LEN_SINCE
+    if honoured and not 0 <= job.routed_start <= len(job.prompt):
+        raise value_error(f"routed_experts_start_len={job.routed_start} must be in [0, {len(job.prompt)}].")
+    bad = next((token for token in job.token_ids_logprob or () if not 0 <= token < config.vocab_size), None)
+    if bad is not None:
+        raise value_error(
+            f"token_ids_logprob contains out-of-vocabulary token id {bad}; valid range is [0, {config.vocab_size})."
+        )

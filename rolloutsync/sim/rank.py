@@ -1,0 +1,361 @@
+"""One data-parallel rank: its queues, its batch and its clockwork.
+
+A rank is advanced from event to event (an arrival, the end of a prefill, a request's last token); between two events
+every number is a function of the time, so that no work is done per token. All times are scheduler seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rolloutsync.sim.cache import PrefixCache
+from rolloutsync.sim.config import SimConfig
+from rolloutsync.sim.loads import Load, Snapshots
+from rolloutsync.sim.request import Phase, Refusal, SimRequest
+
+LOOK_AHEAD_TOKENS = 256
+HEADROOM_TOKENS = 16
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+ABORTED_IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
+QUEUE_FULL = Refusal(503, "The request queue is full.")
+
+Match = Callable[[SimRequest], bool]
+
+
+class Rank:
+    """The scheduler of one rank. Not thread-safe."""
+
+    def __init__(self, config: SimConfig, index: int, now: float) -> None:
+        self.index = index
+        self.cache = PrefixCache(config.max_total_tokens)
+        self.waiting: deque[SimRequest] = deque()
+        self.prefill: list[SimRequest] = []
+        self.running: dict[int, SimRequest] = {}
+        self.paused = False
+        self.peak_running = 0
+        self.busy_s = 0.0
+        self._config = config
+        self._now = now
+        self._extra_s = 0.0
+        self._paused_at = 0.0
+        self._arriving: deque[SimRequest] = deque()
+        self._prefill_end = 0.0
+        self._due: list[tuple[float, int, SimRequest]] = []
+        self._reserved = 0
+        self._hit_rate = 0.0
+        self._prefilled_tokens = 0
+        self._prefill_busy_s = 0.0
+        self._decoded_s = 0.0
+        self._published_phase = now
+        self.snapshots = Snapshots(Load(at=now), config.load_lag_s)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per decode step."""
+        return 1.0 / self._config.tokens_per_second + self._extra_s
+
+    @property
+    def computing(self) -> bool:
+        """Whether anything is prefilled or decoded, paused or not."""
+        return bool(self.running or self.prefill)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is here at all."""
+        return not (self.computing or self.waiting or self._arriving)
+
+    # Requests
+
+    def submit(self, request: SimRequest, now: float) -> None:
+        """Takes a request, or answers at once that the queue is full."""
+        self.advance(now)
+        limit = self._config.max_queued_requests
+        if limit is not None and len(self.waiting) + len(self._arriving) >= limit:
+            self._end(request, now, QUEUE_FULL)
+            return
+        request.rank = self.index
+        request.arrives = now + self._config.dispatch_s
+        self._arriving.append(request)
+
+    def abort(self, match: Match, now: float) -> None:
+        """Ends what matches: queued ones at once, running ones with the next step; a prefill is not seen at all."""
+        self.advance(now)
+        for queue in (self._arriving, self.waiting):
+            hits = [request for request in queue if match(request)]
+            for request in hits:
+                queue.remove(request)
+                self._end_queued(request, now)
+        for request in self.running.values():
+            if match(request) and request.cut_at is None:
+                request.settle(self._clock(now), self.step_s)
+                request.cut_at = min(request.count + 1, request.stream.limit)
+                self._plan(request)
+        self._publish_if_idle(now)
+
+    # Control
+
+    def pause(self, *, retract: bool, now: float) -> None:
+        """Stops the clockwork; with `retract`, everything goes back to the waiting queue."""
+        self.advance(now)
+        if not self.paused:
+            self.paused, self._paused_at = True, now
+        if retract:
+            self._retract([*self.prefill, *self.running.values()], self._paused_at)
+
+    def resume(self, now: float) -> None:
+        """Goes on where `pause` stopped."""
+        self.advance(now)
+        if not self.paused:
+            return
+        lost = now - self._paused_at
+        self.paused = False
+        self._prefill_end += lost
+        self._published_phase = now
+        for request in self.running.values():
+            request.since += lost
+            self._plan(request)
+        self._admit(now)
+
+    def slow_down(self, extra_s: float, now: float) -> None:
+        """Makes every step this much longer."""
+        self.advance(now)
+        for request in self.running.values():
+            request.settle(self._clock(now), self.step_s)
+        self._extra_s = extra_s
+        for request in self.running.values():
+            self._plan(request)
+
+    def flush(self, now: float) -> bool:
+        """Empties the prefix cache unless something needs it; returns whether it did."""
+        self.advance(now)
+        if self.computing or (not self.paused and not self.idle):
+            return False
+        self.cache.clear()
+        return True
+
+    def change_weights(self, version: str, now: float) -> None:
+        """Lets all later tokens come from other weights."""
+        self.advance(now)
+        for request in self.running.values():
+            request.settle(self._clock(now), self.step_s)
+        for request in [*self._arriving, *self.waiting, *self.prefill, *self.running.values()]:
+            request.stream.change_weights(version, request.count)
+        for request in self.running.values():
+            self._plan(request)
+
+    # The clockwork
+
+    def _clock(self, now: float) -> float:
+        """The time that decoding has come to: it stands still in a pause."""
+        return self._paused_at if self.paused else now
+
+    def next_event(self) -> float | None:
+        """Returns when `advance` has something to do, or None."""
+        times = [self._arriving[0].arrives] if self._arriving else []
+        if not self.paused:
+            if self.prefill:
+                times.append(self._prefill_end)
+            self._drop_stale()
+            if self._due:
+                times.append(self._due[0][0])
+            if (full := self._full_at()) is not None:
+                times.append(full)
+        return min(times, default=None)
+
+    def advance(self, now: float) -> None:
+        """Does everything that is due up to `now`."""
+        while (at := self.next_event()) is not None and at <= now:
+            at = max(at, self._now)
+            self._pass_to(at)
+            self._do(at)
+        self._pass_to(max(now, self._now))
+
+    def _do(self, at: float) -> None:
+        while self._arriving and self._arriving[0].arrives <= at:
+            self.waiting.append(self._arriving.popleft())
+        if self.paused:
+            return
+        if self.prefill and self._prefill_end <= at:
+            self._end_prefill(at)
+        self._drop_stale()
+        while self._due and self._due[0][0] <= at:
+            self._reach(heapq.heappop(self._due)[2], at)
+            self._drop_stale()
+        if (full := self._full_at()) is not None and full <= at:
+            self._retract([max(self.running.values(), key=lambda request: request.serial)], at)
+        self._admit(at)
+        self._publish_if_idle(at)
+
+    def _pass_to(self, at: float) -> None:
+        passed = at - self._now
+        if passed > 0 and self.computing and not self.paused:
+            self.busy_s += passed
+            self._decoded_s += passed if self.running else 0.0
+        self._now = at
+        self._publish_upto(at)
+
+    def _admit(self, at: float) -> None:
+        if self.paused or self.prefill or not self.waiting:
+            return
+        room, used = self._config.max_running_requests - len(self.running), self.used_tokens(at)
+        while self.waiting and len(self.prefill) < room:
+            request = self.waiting[0]
+            headroom = HEADROOM_TOKENS * (len(self.running) + len(self.prefill))
+            if used and used + request.size + headroom > self._config.max_total_tokens:
+                break
+            used += request.size
+            self.prefill.append(self.waiting.popleft())
+        if self.prefill:
+            self._start_prefill(at)
+
+    def _start_prefill(self, at: float) -> None:
+        uncached = total = 0
+        for request in self.prefill:
+            request.phase = Phase.PREFILL
+            request.started = request.started or at
+            total += request.size
+            uncached += request.size - self._look_up(request)
+            self._reserved += len(request.prompt) + request.stream.limit
+        busy = uncached / self._config.prefill_tokens_per_second + self._extra_s
+        self._hit_rate = (total - uncached) / total
+        self._prefilled_tokens += uncached
+        self._prefill_busy_s += busy
+        self._prefill_end = at + busy
+        self.peak_running = max(self.peak_running, len(self.running) + len(self.prefill))
+        self._publish(at)
+
+    def _look_up(self, request: SimRequest) -> int:
+        cached = min(self.cache.match(request.stream.prefixes(request.count)), request.size - 1)
+        if request.reuse_limit is not None:
+            cached = min(cached, request.reuse_limit)
+        if not request.retractions:
+            request.cached_tokens = cached
+        return cached
+
+    def _end_prefill(self, at: float) -> None:
+        done, self.prefill = self.prefill, []
+        for request in done:
+            self.cache.add(request.stream.prefixes(request.count))
+            request.phase, request.since = Phase.RUNNING, at
+            request.stream.grow(request.count + 1)
+            request.count = min(request.count + 1, len(request.stream.tokens))
+            self.running[request.serial] = request
+            self._plan(request)
+
+    def _plan(self, request: SimRequest) -> None:
+        stream = request.stream
+        if request.cut_at is not None:
+            request.target = request.cut_at
+        elif stream.runs_free:
+            request.target = stream.limit
+        else:
+            stream.grow(request.count + LOOK_AHEAD_TOKENS)
+            request.target = len(stream.tokens)
+        request.due = request.since + (request.target - request.count) * self.step_s
+        heapq.heappush(self._due, (request.due, request.serial, request))
+
+    def _drop_stale(self) -> None:
+        while self._due:
+            due, _, request = self._due[0]
+            if request.phase is Phase.RUNNING and request.due == due:
+                return
+            heapq.heappop(self._due)
+
+    def _reach(self, request: SimRequest, at: float) -> None:
+        request.count, request.since = request.target, at
+        stream = request.stream
+        if request.cut_at is not None:
+            self._leave(request, at, ABORTED)
+        elif stream.stop is not None and request.count >= len(stream.tokens):
+            self._leave(request, at, {"type": "stop", "matched": stream.stop.matched})
+        elif request.count >= stream.limit:
+            self._leave(request, at, {"type": "length", "length": request.count})
+        else:
+            self._plan(request)
+
+    def _leave(self, request: SimRequest, at: float, finish: dict[str, Any]) -> None:
+        del self.running[request.serial]
+        self._reserved -= len(request.prompt) + request.stream.limit
+        request.stream.cut(request.count)
+        self.cache.add(request.stream.prefixes(request.count))
+        self._end(request, at, finish)
+
+    def _end_queued(self, request: SimRequest, at: float) -> None:
+        request.while_queued = True
+        request.stream.cut(request.count)
+        self._end(request, at, ABORTED_IN_QUEUE)
+
+    def _end(self, request: SimRequest, at: float, finish: dict[str, Any] | Refusal) -> None:
+        request.phase, request.finished, request.finish = Phase.DONE, at, finish
+        request.on_done()
+
+    def _retract(self, requests: Iterable[SimRequest], at: float) -> None:
+        for request in sorted(requests, key=lambda request: -request.serial):
+            request.settle(at, self.step_s)
+            request.retractions += request.phase is Phase.RUNNING
+            self.running.pop(request.serial, None)
+            self._reserved -= len(request.prompt) + request.stream.limit
+            request.stream.cut(request.count)
+            request.phase = Phase.WAITING
+            if request.cut_at is None:
+                self.waiting.appendleft(request)
+            else:
+                self._end(request, at, ABORTED)
+        self.prefill = [request for request in self.prefill if request.phase is Phase.PREFILL]
+
+    def _full_at(self) -> float | None:
+        """When the KV cache will be full, if it will."""
+        capacity = self._config.max_total_tokens
+        if self._reserved <= capacity or len(self.running) < 2:
+            return None
+        free = capacity - self.used_tokens(self._now)
+        return self._now + max(0, free // len(self.running)) * self.step_s
+
+    # Loads
+
+    def used_tokens(self, now: float) -> int:
+        """Returns how many tokens the KV cache holds for requests that are computed."""
+        at = self._clock(now)
+        decoded = sum(len(request.prompt) + request.produced(at, self.step_s) for request in self.running.values())
+        return decoded + sum(request.size for request in self.prefill)
+
+    def measure(self, now: float) -> Load:
+        """Returns the load at `now`; what is being prefilled shows in the token counts alone."""
+        used = self.used_tokens(now)
+        uncached = [request.size - self._cached_of(request) for request in self.waiting]
+        return Load(
+            at=now,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            waiting_uncached_tokens=sum(uncached),
+            used_tokens=used,
+            total_tokens=used + sum(request.size for request in self.waiting),
+            throughput=0.0 if self.paused else len(self.running) / self.step_s,
+            hit_rate=self._hit_rate,
+            prefilled_tokens=self._prefilled_tokens,
+            prefill_busy_s=self._prefill_busy_s,
+            decode_steps=int(self._decoded_s / self.step_s),
+        )
+
+    def _cached_of(self, request: SimRequest) -> int:
+        return min(self.cache.match(request.stream.prefixes(request.count)), request.size - 1)
+
+    def _publish(self, at: float) -> None:
+        self.snapshots.write(self.measure(at))
+        self._published_phase = at
+
+    def _publish_upto(self, at: float) -> None:
+        if self.paused:
+            return
+        config = self._config
+        period = self.step_s * config.load_publish_interval if self.computing else config.load_idle_interval_s
+        periods = int((at - self._published_phase) / period)
+        if periods >= 1:
+            self._publish(self._published_phase + periods * period)
+
+    def _publish_if_idle(self, at: float) -> None:
+        if not self.paused and not self.computing and self.snapshots.newest_at < at:
+            self._publish(at)
