@@ -1,1 +1,68 @@
-"""rolloutsync drives SGLang and vLLM rollout engines from synchronous trainers: threads, no asyncio."""
+"""rolloutsync drives SGLang rollout engines from synchronous trainers: threads, no asyncio.
+
+client = RolloutClient(urls)
+samples = client.generate(batch)      # blocks; every sample comes back, in order, or says why not
+client.abort_until_idle()             # between steps: proves that the engines are idle
+"""
+
+import logging
+
+from rolloutsync.client import EngineStats, RolloutClient, Stats
+from rolloutsync.config import RetryPolicy, Timeouts
+from rolloutsync.errors import (
+    BatchError,
+    ClientClosedError,
+    ControlError,
+    DeadlineExceededError,
+    EngineAbortError,
+    EngineHTTPError,
+    EngineUnavailableError,
+    ForkedError,
+    NotIdleError,
+    ProtocolError,
+    RolloutError,
+    TransportError,
+    UnsupportedError,
+)
+from rolloutsync.idle import DrainReport
+from rolloutsync.jobs import Job
+from rolloutsync.proof import IdleState
+from rolloutsync.sample import Finish, Prompt, Sample, Status, Timing, TopLogprobs, WeightSpan
+from rolloutsync.slot import EngineState, EngineStatus
+from rolloutsync.sweep import EngineDrain
+
+__all__ = [
+    "BatchError",
+    "ClientClosedError",
+    "ControlError",
+    "DeadlineExceededError",
+    "DrainReport",
+    "EngineAbortError",
+    "EngineDrain",
+    "EngineHTTPError",
+    "EngineState",
+    "EngineStats",
+    "EngineStatus",
+    "EngineUnavailableError",
+    "Finish",
+    "ForkedError",
+    "IdleState",
+    "Job",
+    "NotIdleError",
+    "Prompt",
+    "ProtocolError",
+    "RetryPolicy",
+    "RolloutClient",
+    "RolloutError",
+    "Sample",
+    "Stats",
+    "Status",
+    "Timeouts",
+    "Timing",
+    "TopLogprobs",
+    "TransportError",
+    "UnsupportedError",
+    "WeightSpan",
+]
+
+logging.getLogger("rolloutsync").addHandler(logging.NullHandler())

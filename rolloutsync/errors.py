@@ -13,6 +13,7 @@
     ├── ProtocolError                 200, but not an answer that can be right
     ├── EngineAbortError              the engine ended the sample, unasked, with an error
     ├── BatchError                    samples, counts: see ``on_error``
+    ├── ControlError                  answers, errors: a control verb failed at some engines
     └── NotIdleError                  report: the drain ended without proof of idle
 
 Bad arguments are a plain ``ValueError`` or ``TypeError`` that names the field and the value.
@@ -177,6 +178,19 @@ class BatchError(RolloutError):
     def _travelling(self) -> dict[str, Any]:
         failed = [sample for sample in self.samples if sample.error is not None]
         return {**vars(self), "samples": failed[:8]}
+
+
+class ControlError(RolloutError):
+    """A control verb failed at some engines.
+
+    Attributes:
+        answers: What the other engines answered, by URL.
+        errors: The error of each engine where it failed, by URL. Where it timed out the engine's state is unknown;
+            control calls are never re-sent.
+    """
+
+    answers: dict[str, Any]
+    errors: dict[str, RolloutError]
 
 
 class NotIdleError(RolloutError):

@@ -41,7 +41,7 @@ class AnswerReader(http.client.HTTPResponse):
     def _read_one_status(self) -> tuple[str, int, str]:
         exchange = current_exchange()
         try:
-            line: tuple[str, int, str] = super()._read_status()  # a private name, pinned by a test
+            line: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]  # private, pinned by a test
         except BaseException as error:
             if exchange is not None:
                 exchange.answered |= self._saw_bytes(error)
@@ -56,7 +56,7 @@ class AnswerReader(http.client.HTTPResponse):
         if isinstance(error, http.client.HTTPException):
             return True
         with contextlib.suppress(OSError, ValueError):
-            return bool(self.fp.peek(1))  # type: ignore[attr-defined]  # what the buffer holds of a broken line
+            return bool(self.fp.peek(1))  # what the buffer holds of a broken line
         return False
 
 

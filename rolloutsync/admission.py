@@ -1,0 +1,53 @@
+"""Which order is next: the highest priority first, round-robin over jobs, in order within a job."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+T = TypeVar("T")
+
+
+class Admission(Generic[T]):
+    """The waiting items. Not thread-safe: the lock of whoever owns it guards it."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, OrderedDict[int, deque[T]]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def put(self, items: Iterable[T], *, job: int, priority: int) -> None:
+        """Add a job's items behind those that it has waiting at that priority."""
+        jobs = self._levels.setdefault(priority, OrderedDict())
+        line = jobs.setdefault(job, deque())
+        before = len(line)
+        line.extend(items)
+        self._size += len(line) - before
+
+    def pop(self) -> T:
+        """The next item. IndexError if there is none."""
+        priority = max(self._levels, default=None)
+        if priority is None:
+            raise IndexError("nothing waits")
+        jobs = self._levels[priority]
+        job, line = next(iter(jobs.items()))
+        item = line.popleft()
+        self._size -= 1
+        jobs.move_to_end(job)
+        if not line:
+            del jobs[job]
+        if not jobs:
+            del self._levels[priority]
+        return item
+
+    def clear(self) -> list[T]:
+        """Take everything out."""
+        taken = [item for jobs in self._levels.values() for line in jobs.values() for item in line]
+        self._levels.clear()
+        self._size = 0
+        return taken

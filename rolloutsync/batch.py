@@ -1,0 +1,222 @@
+"""What users pass as a batch → prompts. Everything that can be wrong with it is found here, before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from rolloutsync.sample import Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from rolloutsync.dialects.base import Dialect
+    from rolloutsync.sample import IntArray
+
+_IDS_KEYS = ("input_ids", "prompt_token_ids")
+_TEXT_KEYS = ("text", "prompt")
+_OWN_KEYS = {*_IDS_KEYS, *_TEXT_KEYS, "messages", "sampling_params", "image_data", "metadata"}
+_REFUSED_FIELDS = {
+    "rid": "request ids are rolloutsync's own: they must be unique and of one length",
+    "stream": "answers are read whole",
+    "n": "pass n= to the call",
+    **dict.fromkeys((*_IDS_KEYS, *_TEXT_KEYS, "messages"), "prompts go into the batch"),
+}
+_ID_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """What holds for every item of one call.
+
+    Attributes:
+        dialect: Checks sampling parameters.
+        sampling: The call's own parameters, checked.
+        fields: The call's request fields.
+        n: Samples of each prompt.
+        tokenizer: For items with ``messages``; None if the client has none.
+    """
+
+    dialect: Dialect
+    sampling: Mapping[str, Any]
+    fields: Mapping[str, Any]
+    n: int = 1
+    tokenizer: Any = None
+
+
+def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
+    """Refuse request fields that are ours to set, and values that are not JSON."""
+    for name, value in fields.items():
+        if name in _REFUSED_FIELDS:
+            raise ValueError(f"{where}request field {name}={value!r} is not accepted: {_REFUSED_FIELDS[name]}")
+        if name == "priority" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{where}priority must be an integer, got {value!r}")
+        try:
+            orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        except TypeError as error:
+            raise TypeError(f"{where}request field {name!r} cannot be sent as JSON: {error}") from None
+
+
+def read_batch(batch: Any, rules: BatchRules) -> list[Prompt | Sample]:
+    """A prompt for each item, or the item itself where it is a finished sample.
+
+    Raises:
+        TypeError: Not a batch, or an item of no known kind.
+        ValueError: An item with a wrong value; names the item and the field.
+    """
+    return [_read_item(item, rules, f"batch[{index}]: ") for index, item in enumerate(_items(batch))]
+
+
+def _items(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, (str, bytes, dict, Prompt, Sample)):
+        raise TypeError(f"batch is a single {type(batch).__name__}, not a list of prompts: wrap it in a list")
+    if getattr(batch, "ndim", 2) == 1:
+        raise TypeError("batch is a single sequence of token ids, not a list of prompts: wrap it in a list")
+    try:
+        items = list(batch)
+    except TypeError:
+        raise TypeError(f"batch must be a list of prompts, got a {type(batch).__name__}") from None
+    if items and isinstance(items[0], (int, np.integer)):
+        raise TypeError("batch is a single sequence of token ids, not a list of prompts: wrap it in a list")
+    return items
+
+
+def _read_item(item: Any, rules: BatchRules, where: str) -> Prompt | Sample:
+    if isinstance(item, Sample):
+        return _read_sample(item, rules, where)
+    if isinstance(item, Prompt):
+        given = {"input_ids": item.input_ids, "text": item.text, "sampling_params": item.sampling_params}
+        return _from_dict(
+            {**given, "image_data": item.image_data, "metadata": item.metadata, **item.fields}, rules, where
+        )
+    if isinstance(item, str):
+        return _from_dict({"text": item}, rules, where)
+    if isinstance(item, dict):
+        return _from_dict(item, rules, where)
+    return _from_dict({"input_ids": item}, rules, where)
+
+
+def _read_sample(sample: Sample, rules: BatchRules, where: str) -> Prompt | Sample:
+    """Finished: as it is. Failed, or cut short before its first token: its prompt again."""
+    if sample.status in {Status.COMPLETED, Status.TRUNCATED}:
+        if rules.n > 1:
+            raise ValueError(f"{where}a finished sample cannot have n={rules.n} members: pass finished ones with n=1")
+        return sample
+    if len(sample.output_ids):
+        raise ValueError(f"{where}a partial with {len(sample.output_ids)} tokens cannot be resumed by this version")
+    return _read_item(sample.prompt, rules, where)
+
+
+def _from_dict(item: Mapping[str, Any], rules: BatchRules, where: str) -> Prompt:
+    ids, text = _one_of(item, _IDS_KEYS, where), _one_of(item, _TEXT_KEYS, where)
+    if item.get("messages") is not None:
+        if ids is not None or text is not None:
+            raise ValueError(f"{where}give one of messages, input_ids and text")
+        ids = _apply_template(item["messages"], rules.tokenizer, where)
+    if (ids is None) == (text is None):
+        raise ValueError(f"{where}give exactly one of input_ids and text (keys: {sorted(item)})")
+    own = {key: value for key, value in item.items() if key not in _OWN_KEYS}
+    check_fields({**own, "image_data": item.get("image_data")}, where)
+    return Prompt(
+        input_ids=None if ids is None else _read_ids(ids, where),
+        text=None if text is None else _read_text(text, where),
+        sampling_params=_merged(item.get("sampling_params"), rules, where),
+        image_data=item.get("image_data"),
+        metadata=_read_metadata(item.get("metadata"), where),
+        fields={**rules.fields, **own},
+    )
+
+
+def _one_of(item: Mapping[str, Any], keys: tuple[str, str], where: str) -> Any:
+    given = [key for key in keys if item.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{where}{given[0]} and {given[1]} are the same thing: give one")
+    return item[given[0]] if given else None
+
+
+def _merged(own: Any, rules: BatchRules, where: str) -> Mapping[str, Any]:
+    if own is None or own == {}:
+        return rules.sampling
+    try:
+        return {**rules.sampling, **rules.dialect.check_sampling(own)}
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{where}{error}") from None
+
+
+def _apply_template(messages: Any, tokenizer: Any, where: str) -> Any:
+    if tokenizer is None:
+        raise ValueError(f"{where}messages need RolloutClient(tokenizer=...), an object with apply_chat_template")
+    ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+    return ids["input_ids"] if hasattr(ids, "keys") else ids
+
+
+def _read_text(text: Any, where: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{where}text must be a string, got {text!r}")
+    if not text:
+        raise ValueError(f"{where}text is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}text holds a lone surrogate at {error.start}, which cannot be sent") from None
+    return text
+
+
+def _read_ids(raw: Any, where: str) -> IntArray:
+    ids = _to_array(raw, where)
+    if ids.ndim != 1:
+        raise ValueError(f"{where}input_ids must be one-dimensional, got shape {ids.shape}")
+    if not len(ids):
+        raise ValueError(f"{where}input_ids is empty")
+    wrong = (ids < 0) | (ids >= _ID_LIMIT)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ValueError(f"{where}input_ids[{at}] is {int(ids[at])}, not a token id")
+    return ids.astype(np.int32, copy=True)
+
+
+def check_vocabulary(items: list[Prompt | Sample], vocab_size: int | None) -> None:
+    """Refuse token ids beyond the vocabulary, where its size is known: one of them can kill an engine."""
+    if vocab_size is None:
+        return
+    for index, item in enumerate(items):
+        ids = item.input_ids if isinstance(item, Prompt) else None
+        if ids is not None and int(ids.max()) >= vocab_size:
+            at = int(ids.argmax())
+            raise ValueError(f"batch[{index}]: input_ids[{at}] is {int(ids[at])}, the vocabulary size is {vocab_size}")
+
+
+def _to_array(raw: Any, where: str) -> np.ndarray[Any, np.dtype[Any]]:
+    if isinstance(raw, (list, tuple)):
+        _check_elements(raw, where)
+        try:
+            return np.array(raw, np.int64) if raw else np.empty(0, np.int64)
+        except (OverflowError, ValueError, TypeError) as error:
+            raise ValueError(f"{where}input_ids: {error}") from None
+    if hasattr(raw, "detach"):
+        raw = raw.detach().cpu().numpy()  # a torch tensor, wherever it lives
+    if not isinstance(raw, np.ndarray):
+        raise TypeError(f"{where}a prompt must be text, token ids, a dict, Prompt or Sample; got {raw!r:.200}")
+    if raw.dtype.kind not in "iu":
+        raise TypeError(f"{where}input_ids must be integers, got dtype {raw.dtype}")
+    return raw
+
+
+def _check_elements(raw: list[Any] | tuple[Any, ...], where: str) -> None:
+    kinds = set(map(type, raw))
+    if kinds <= {int}:
+        return
+    for at, item in enumerate(raw):
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise TypeError(f"{where}input_ids[{at}] is {item!r}, not an integer")
+
+
+def _read_metadata(metadata: Any, where: str) -> dict[str, Any]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise TypeError(f"{where}metadata must be a dict, got {metadata!r:.200}")
+    return dict(metadata)

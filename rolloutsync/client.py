@@ -1,0 +1,512 @@
+"""RolloutClient: the public verbs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from rolloutsync.batch import BatchRules, check_fields
+from rolloutsync.config import GIB, ClientConfig, RetryPolicy, Timeouts, check_count, check_number, parse_url
+from rolloutsync.core import Core, Request
+from rolloutsync.dialects.base import Call
+from rolloutsync.dialects.sglang import SGLangDialect
+from rolloutsync.gate import GateMode
+from rolloutsync.idle import DrainReport
+from rolloutsync.jobs import Job, check_on_error
+from rolloutsync.threads import renew_after_fork
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future
+    from types import TracebackType
+
+    import requests
+
+    from rolloutsync.dialects.base import LoadReading
+    from rolloutsync.sample import Sample
+    from rolloutsync.slot import EngineStatus
+
+_clients: weakref.WeakSet[RolloutClient] = weakref.WeakSet()
+_DIALECTS = ("auto", "sglang")
+_SCOPES = ("engine", "own")
+_LEARN_BEFORE_DRAIN_S = 2.0
+_EXIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts of one engine: requests sent, those sent again after a failure there, tokens received."""
+
+    requests: int
+    retries: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Counts since the client was made. The sample counts are of one moment: admitted = open + all that ended.
+
+    Attributes:
+        admitted: Samples taken on.
+        open: Samples not ended yet.
+        waiting: Of these, samples that no thread has taken yet.
+        completed: Samples that ended COMPLETED; likewise ``truncated``, ``aborted``, ``failed``.
+        tokens: Output tokens delivered.
+        retries: Attempts beyond the first, of samples that have ended.
+        gate: "open", "hold" or "abort".
+        engines: By URL.
+    """
+
+    admitted: int
+    open: int
+    waiting: int
+    completed: int
+    truncated: int
+    aborted: int
+    failed: int
+    tokens: int
+    retries: int
+    gate: str
+    engines: dict[str, EngineStats]
+
+
+class RolloutClient:
+    """Drives rollout engines from synchronous code. Thread-safe.
+
+    The constructor does no network I/O and starts no thread; the first verb does. Use it as a context manager, or call
+    ``close``. It pickles (settings travel; sockets and threads do not) and works in a forked child, where it starts
+    anew.
+
+    Args:
+        urls: One base URL or several: ``http(s)://host[:port][/prefix]``. Duplicates are one engine.
+        dialect: "auto" or "sglang".
+        engine_concurrency: Requests in flight at each engine. None: 1.25 times the engine's own running limit over
+            all its ranks, at most 512; 256 where it does not say.
+        retry: How often and how patiently a sample is tried again.
+        timeouts: How long things may take, in seconds.
+        body_budget_bytes: Large answers in memory at once; TCP holds the rest back.
+        session: A ``requests.Session`` to honour: its headers, auth, TLS settings, proxies, adapters. Never changed.
+        api_key: Sent as ``Authorization: Bearer``.
+        admin_api_key: The same for control endpoints, where the engine has a key of their own.
+        tokenizer: Anything with ``apply_chat_template``; needed for items with ``messages``.
+        routed_experts_shape: (layers, topk), where the model's ``config.json`` cannot be read here.
+        routed_experts_dtype: "auto" (the narrowest that holds the model's expert count), "uint8", "uint16", "int32".
+        progress: Default for ``generate``: True, False, or None for a bar on a terminal after two seconds.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; names it and its value.
+    """
+
+    def __init__(
+        self,
+        urls: str | Iterable[str],
+        *,
+        dialect: str = "auto",
+        engine_concurrency: int | None = None,
+        retry: RetryPolicy | None = None,
+        timeouts: Timeouts | None = None,
+        body_budget_bytes: int = 2 * GIB,
+        session: requests.Session | None = None,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        tokenizer: Any = None,
+        routed_experts_shape: tuple[int, int] | None = None,
+        routed_experts_dtype: str = "auto",
+        progress: bool | None = None,
+    ) -> None:
+        if dialect not in _DIALECTS:
+            raise ValueError(f"dialect must be one of {_DIALECTS}, got {dialect!r}")
+        self._config = ClientConfig(
+            dialect=dialect,
+            engine_concurrency=engine_concurrency,
+            retry=RetryPolicy() if retry is None else retry,
+            timeouts=Timeouts() if timeouts is None else timeouts,
+            body_budget_bytes=body_budget_bytes,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            routed_experts_shape=routed_experts_shape,
+            routed_experts_dtype=routed_experts_dtype,
+            progress=progress,
+        )
+        self._tokenizer = tokenizer
+        self._session = session
+        self._urls = _read_urls(urls)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()  # guards: _urls, _core, _closed. Held while parts are made, never across I/O.
+        self._core: Core | None = None
+        self._closed = False
+        _clients.add(self)
+
+    def _open(self) -> Core:
+        with self._lock:
+            if self._core is None:
+                self._core = Core(self._urls, self._config, self._session)
+                if self._closed:
+                    self._core.close(0.0)
+            return self._core
+
+    # --- making samples ---
+
+    def generate(
+        self,
+        batch: Any,
+        sampling_params: Any = None,
+        *,
+        n: int = 1,
+        timeout: float | None = None,
+        on_error: str = "auto",
+        progress: bool | None = None,
+        **request_fields: Any,
+    ) -> list[Sample]:
+        """Make ``n`` samples of each prompt. Blocks until every one has ended.
+
+        A failed sample never loses the others. An abort is a result: ``status`` ABORTED, a partial.
+
+        Args:
+            batch: A list of text, token ids (list, tuple, numpy, torch), dicts in the engine's own words
+                (``text``/``prompt``, ``input_ids``/``prompt_token_ids``, ``messages``, ``sampling_params``,
+                ``image_data``, ``metadata``, further fields are sent through), ``Prompt`` and ``Sample`` in any mix.
+                A finished sample is returned untouched; a failed one, or one without any token, starts anew.
+            sampling_params: A dict or an object with such attributes, in the engine's words; never changed. An item's
+                own override it key by key.
+            n: Samples of each prompt; each is a request of its own.
+            timeout: Seconds for the whole call; pauses by this client do not count. Samples that are not done by then
+                are FAILED with ``DeadlineExceededError``.
+            on_error: "auto": return all, warn of failed ones, raise only if all failed; "return": never raise;
+                "raise": raise on any.
+            progress: A tqdm bar; None takes the client's default.
+            **request_fields: Sent with every request: ``return_logprob`` (True unless given), ``logprob_start_len``,
+                ``top_logprobs_num``, ``return_routed_experts``, ``return_hidden_states``, ``priority`` (higher first,
+                here too), ``session_id``, ``lora_path``, ...
+
+        Returns:
+            ``len(batch) * n`` samples, prompt-major, in input order.
+
+        Raises:
+            ValueError, TypeError: Bad input, named; nothing was sent.
+            BatchError: See ``on_error``; ``.samples`` is the complete list.
+            ClientClosedError: Closed.
+        """
+        job = self.start(
+            batch,
+            sampling_params,
+            n=n,
+            timeout=timeout,
+            on_error=on_error,
+            progress=progress,
+            **request_fields,
+        )
+        with job:
+            return job.result()
+
+    def start(
+        self,
+        batch: Any,
+        sampling_params: Any = None,
+        *,
+        n: int = 1,
+        timeout: float | None = None,
+        on_error: str = "auto",
+        progress: bool | None = None,
+        **request_fields: Any,
+    ) -> Job:
+        """``generate`` without waiting: a ``Job`` to iterate over, to ask for groups or the result, or to abort.
+
+        Blocks only while new engines are asked what they are. Arguments and errors as for ``generate``.
+        """
+        core = self._open()
+        check_on_error(on_error)
+        check_count("n", n)
+        limit = _seconds(timeout)
+        bar = self._config.progress if progress is None else progress
+        items = core.read(batch, self._rules(sampling_params, request_fields, n))
+        return core.start(Request(items=items, n=n, timeout=limit, on_error=on_error, progress=bar))
+
+    def submit(
+        self, prompt: Any, sampling_params: Any = None, *, timeout: float | None = None, **request_fields: Any
+    ) -> Future[Sample]:
+        """Make one sample. Does not wait for it.
+
+        Args:
+            prompt: One item of what ``generate`` takes as a batch.
+            sampling_params: As for ``generate``.
+            timeout: Seconds.
+            **request_fields: As for ``generate``.
+
+        Returns:
+            A future of the sample, also of a failed one. ``cancel()`` aborts it; its result is then the partial.
+        """
+        core, limit = self._open(), _seconds(timeout)
+        items = core.read([prompt], self._rules(sampling_params, request_fields, 1))
+        return core.submit(Request(items=items, n=1, timeout=limit, on_error="return", progress=False))
+
+    def _rules(self, sampling_params: Any, request_fields: dict[str, Any], n: int) -> BatchRules:
+        check_fields(request_fields)
+        dialect = SGLangDialect()
+        return BatchRules(
+            dialect=dialect,
+            sampling=dialect.check_sampling(sampling_params),
+            fields={"return_logprob": True, **request_fields},
+            n=n,
+            tokenizer=self._tokenizer,
+        )
+
+    # --- between steps ---
+
+    def abort_until_idle(
+        self,
+        timeout: float = 60.0,
+        *,
+        scope: str = "engine",
+        keep_closed: bool = False,
+        raise_on_timeout: bool = True,
+    ) -> DrainReport:
+        """Abort everything and prove that the engines are idle, by their own word. Blocks until then.
+
+        No new request leaves meanwhile; ``generate`` calls of other threads get their partials, samples that still
+        wait for an engine end ABORTED. Calls that overlap are one drain.
+
+        Args:
+            timeout: Seconds; then the sockets of what is left are shut, on which engines abort.
+            scope: "engine": everything that runs there, whoever sent it. "own": this client's requests alone, and no
+                proof beyond their answers.
+            keep_closed: Leave the gate closed when idle: requests wait until ``resume()``.
+            raise_on_timeout: False returns the report instead of raising.
+
+        Returns:
+            What was found, engine by engine; ``print`` shows a table.
+
+        Raises:
+            NotIdleError: Not proven idle in time; names each engine and what remained, carries the report.
+        """
+        _check_scope(scope)
+        check_number("timeout", timeout)
+        core = self._open()
+        core.ready(min(_LEARN_BEFORE_DRAIN_S, timeout))
+        token = core.controls.kept_closed if keep_closed else None
+        if scope == "own":
+            return core.drainer.drain_own(timeout, keep_closed=token, raise_on_timeout=raise_on_timeout)
+        return core.drainer.drain(timeout, keep_closed=token, raise_on_timeout=raise_on_timeout)
+
+    def pause(self, mode: str = "abort") -> None:
+        """Pause every engine, in "abort", "in_place" or "retract" mode; this client's requests wait until ``resume``.
+
+        Raises:
+            ControlError: Some engine did not answer, or refused; the gate stays closed until ``resume``.
+        """
+        self._ready().controls.pause(mode)
+
+    def resume(self) -> None:
+        """Continue every engine and let requests leave again, also after ``abort_until_idle(keep_closed=True)``.
+
+        Raises:
+            ControlError: Some engine did not answer, or refused; requests still wait.
+        """
+        self._ready().controls.resume()
+
+    def flush_cache(self) -> None:
+        """Empty every engine's prefix cache. A busy engine refuses.
+
+        Raises:
+            ControlError: Some engine did not answer, or refused.
+        """
+        self._ready().controls.everywhere("flush_cache", lambda engine: engine.dialect.flush)
+
+    def release_memory(self, tags: Iterable[str] | None = None) -> None:
+        """Make every engine give GPU memory back ("weights", "kv_cache", ...; None: all).
+
+        Raises:
+            NotIdleError: Not proven idle behind a closed gate: a busy engine dies of it.
+            ControlError: Some engine did not answer, or refused.
+        """
+        self._ready().controls.release_memory(None if tags is None else list(tags))
+
+    def resume_memory(self, tags: Iterable[str] | None = None) -> None:
+        """Make every engine take GPU memory again.
+
+        Raises:
+            ControlError: Some engine did not answer, or refused.
+        """
+        self._ready().controls.resume_memory(None if tags is None else list(tags))
+
+    def control(self, path: str, json: Any = None, *, method: str = "POST") -> dict[str, Any]:
+        """Call any endpoint of every engine, with the admin key where there is one. Never re-sent.
+
+        Args:
+            path: Such as "/load_lora_adapter".
+            json: The request body; None sends ``{}`` with POST.
+            method: "POST" or "GET".
+
+        Returns:
+            The answers by URL: JSON, or text where it is not JSON.
+
+        Raises:
+            ControlError: It failed at some engine; the others' answers are in it.
+        """
+        if not isinstance(path, str) or not path.startswith("/"):
+            raise ValueError(f"path must be a string that begins with '/', got {path!r}")
+        if method not in {"POST", "GET"}:
+            raise ValueError(f"method must be 'POST' or 'GET', got {method!r}")
+        body = (
+            None if method == "GET" else orjson.dumps({} if json is None else json, option=orjson.OPT_SERIALIZE_NUMPY)
+        )
+        call = Call(method=method, path=path, body=body, admin=True)
+        return self._ready().controls.everywhere(f"{method} {path}", lambda _: call)
+
+    # --- engines and counts ---
+
+    def engines(self) -> list[EngineStatus]:
+        """What is known of each engine. Blocks only while new engines are asked what they are."""
+        return self._ready().fleet.statuses()
+
+    def loads(self) -> dict[str, LoadReading]:
+        """Read every engine's load now, by URL; what cannot be read is an UNKNOWN reading, which is never idle."""
+        core = self._ready()
+        return core.controls.loads()
+
+    def add_engine(self, url: str) -> None:
+        """Make an engine a member; the next verb asks it what it is, then it gets requests. Known ones are no error.
+
+        Raises:
+            ValueError, TypeError: The URL is malformed.
+        """
+        normal, core = parse_url(url), self._open()
+        core.check_open()
+        with self._lock:
+            if normal not in self._urls:
+                self._urls.append(normal)
+        core.add(normal)
+        core.ready()
+
+    def remove_engine(self, url: str) -> None:
+        """Send nothing more there; requests in flight finish.
+
+        Raises:
+            ValueError: The URL is malformed, or not a member.
+        """
+        normal, core = parse_url(url), self._open()
+        core.check_open()
+        with self._lock:
+            if normal not in self._urls:
+                raise ValueError(f"{url!r} is not one of this client's engines: {self._urls}")
+            self._urls.remove(normal)
+        core.fleet.remove(normal)
+
+    def stats(self) -> Stats:
+        """Counts so far. Does not block; works on a closed client."""
+        core = self._open()
+        counts, waiting, gate = core.ledger.snapshot(), core.workers.waiting, core.fleet.gate
+        totals = core.fleet.totals()
+        return Stats(
+            admitted=counts["admitted"],
+            open=counts["open"],
+            waiting=waiting,
+            completed=counts["COMPLETED"],
+            truncated=counts["TRUNCATED"],
+            aborted=counts["ABORTED"],
+            failed=counts["FAILED"],
+            tokens=counts["tokens"],
+            retries=counts["retries"],
+            gate=gate.value if isinstance(gate, GateMode) else gate,
+            engines={url: EngineStats(requests=r, retries=a, tokens=t) for url, (r, a, t) in totals.items()},
+        )
+
+    def _ready(self) -> Core:
+        core = self._open()
+        core.ready()
+        return core
+
+    # --- the end ---
+
+    def close(self, timeout: float = 5.0) -> list[str]:
+        """End everything: samples in flight are aborted and delivered, threads joined, sockets closed. Idempotent.
+
+        Args:
+            timeout: Seconds.
+
+        Returns:
+            Names of threads that did not end in time; empty if all did.
+        """
+        check_number("timeout", timeout)
+        with self._lock:
+            self._closed, core = True, self._core
+        return core.close(timeout) if core is not None else []
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RolloutClient({self._urls!r})"
+
+    # --- pickle and fork ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            urls = list(self._urls)
+        return {"urls": urls, "config": self._config, "session": self._session, "tokenizer": self._tokenizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._urls, self._config = state["urls"], state["config"]
+        self._session, self._tokenizer = state["session"], state["tokenizer"]
+        self._reset()
+
+    def _after_fork_in_child(self) -> None:
+        """No thread but this one exists here: locks may be held by nobody, sockets are the parent's."""
+        core, closed = self._core, self._closed
+        self._reset()
+        self._closed = closed
+        if core is not None:
+            core.abandon()
+
+
+def _read_urls(urls: Any) -> list[str]:
+    if isinstance(urls, str):
+        urls = [urls]
+    try:
+        found = [parse_url(url) for url in urls]
+    except TypeError as error:
+        raise TypeError(f"urls must be a URL or a sequence of URLs: {error}") from None
+    if not found:
+        raise ValueError(f"urls is empty: {urls!r}")
+    return list(dict.fromkeys(found))
+
+
+def _seconds(timeout: Any) -> float | None:
+    if timeout is not None:
+        check_number("timeout", timeout, open_end=True)
+    return timeout  # type: ignore[no-any-return]  # checked above
+
+
+def _check_scope(scope: Any) -> None:
+    if scope not in _SCOPES:
+        raise ValueError(f"scope must be one of {_SCOPES}, got {scope!r}")
+
+
+def _after_fork_in_child() -> None:
+    renew_after_fork()
+    for client in list(_clients):
+        client._after_fork_in_child()  # noqa: SLF001 - same module
+
+
+def _close_at_exit() -> None:
+    """Shut sockets and join for a second, so that a main thread that ends is gone soon."""
+    for client in list(_clients):
+        client.close(_EXIT_S)
+
+
+atexit.register(_close_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

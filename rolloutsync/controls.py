@@ -1,0 +1,110 @@
+"""Control verbs: one call to every engine, all at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rolloutsync.dialects.base import unknown_load
+from rolloutsync.errors import ControlError, NotIdleError, RolloutError
+from rolloutsync.gate import GateMode
+from rolloutsync.threads import fan_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rolloutsync.dialects.base import Call, LoadReading
+    from rolloutsync.engine import Engine
+    from rolloutsync.fleet import Fleet
+
+
+class Controls:
+    """Fans control calls out. Thread-safe. Nothing is re-sent."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._pause = object()  # the gate's token while we hold engines paused
+        self.kept_closed = object()  # and while a drain has left it closed
+
+    def everywhere(self, verb: str, call_for: Callable[[Engine], Call]) -> dict[str, Any]:
+        """Make a call at every engine and block until all have answered; the answers by URL.
+
+        Raises:
+            ControlError: It failed at some; the others' answers are in it.
+        """
+        engines = self._fleet.engines()
+        calls = [_bind(engine, call_for(engine)) for engine in engines]
+        answers: dict[str, Any] = {}
+        errors: dict[str, RolloutError] = {}
+        for engine, outcome in zip(engines, fan_out(f"{self._name}-{verb}", calls), strict=True):
+            try:
+                answers[engine.url] = outcome.get()
+            except RolloutError as error:
+                errors[engine.url] = error
+        if errors:
+            words = "; ".join(f"{url}: {error.message}" for url, error in errors.items())
+            message = f"{verb} failed at {len(errors)} of {len(engines)} engines: {words}"
+            raise ControlError(message, engine=next(iter(errors)), answers=answers, errors=errors)
+        return answers
+
+    def loads(self) -> dict[str, LoadReading]:
+        """Every engine's load; an UNKNOWN reading where it cannot be read."""
+        engines = self._fleet.engines()
+        outcomes = fan_out(f"{self._name}-loads", [_bind_load(engine) for engine in engines])
+        return {engine.url: outcome.get() for engine, outcome in zip(engines, outcomes, strict=True)}
+
+    def pause(self, mode: str) -> None:
+        """Hold the gate, then pause every engine."""
+        for engine in self._fleet.engines():
+            engine.dialect.pause(mode)  # refuses an unknown mode before anything happens
+        self._fleet.close_gate(self._pause, GateMode.HOLD)
+        try:
+            done = self.everywhere("pause", lambda engine: engine.dialect.pause(mode))
+        except ControlError as error:
+            self._note_paused(error.answers, paused=True)
+            raise
+        self._note_paused(done, paused=True)
+
+    def resume(self) -> None:
+        """Continue every engine, then open the gate."""
+        try:
+            done = self.everywhere("resume", lambda engine: engine.dialect.resume())
+        except ControlError as error:
+            self._note_paused(error.answers, paused=False)
+            raise
+        self._note_paused(done, paused=False)
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open the gate again after a pause, or after a drain that kept it closed."""
+        self._fleet.open_gate(self._pause, self.kept_closed)
+
+    def _note_paused(self, urls: dict[str, Any], *, paused: bool) -> None:
+        for url in urls:
+            self._fleet.set_paused(url, paused)
+
+    def release_memory(self, tags: list[str] | None) -> None:
+        """Give memory back everywhere; refused unless every engine is proven idle: a busy one dies of it."""
+        unproven = self._fleet.unproven()
+        if unproven:
+            advice = "call abort_until_idle(keep_closed=True) first, resume() after"
+            raise NotIdleError(f"release_memory needs proof of idle, which is missing for {unproven}: {advice}")
+        self.everywhere("release_memory", lambda engine: engine.dialect.release_memory(tags))
+
+    def resume_memory(self, tags: list[str] | None) -> None:
+        """Take memory again everywhere."""
+        self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(tags))
+
+
+def _bind(engine: Engine, call: Call) -> Callable[[], Any]:
+    return lambda: engine.call(call)
+
+
+def _bind_load(engine: Engine) -> Callable[[], LoadReading]:
+    def read() -> LoadReading:
+        try:
+            return engine.load()
+        except RolloutError as error:
+            return unknown_load(error.message)
+
+    return read

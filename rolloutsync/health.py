@@ -1,0 +1,128 @@
+"""Finding out what engines are, and bringing those back that stopped being live."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from rolloutsync.clock import Deadline
+from rolloutsync.errors import Cut, EngineHTTPError, Phase, ProtocolError, RolloutError, TransportError
+from rolloutsync.fleet import describe
+from rolloutsync.slot import EngineState
+from rolloutsync.sweep import Sweep
+from rolloutsync.threads import start_thread
+
+if TYPE_CHECKING:
+    from rolloutsync.clock import Clock
+    from rolloutsync.engine import Engine
+    from rolloutsync.fleet import Fleet
+
+log = logging.getLogger("rolloutsync.health")
+_FIRST_PROBE_S = 0.5
+_LONGEST_PROBE_S = 5.0
+_PROOF_S = 30.0
+_GRACE_S = 1.0
+
+
+class Watcher:
+    """Probes engines. Its own thread runs only while an engine is not live. Thread-safe."""
+
+    def __init__(self, fleet: Fleet, clock: Clock, name: str) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._name = name
+        self._lock = threading.Lock()  # guards: _thread, _closed, _asked. Never held across a probe.
+        self._asked: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def learn_new(self, limit_s: float | None = None) -> None:
+        """Ask each new engine what it is, all at once.
+
+        Blocks until all have answered, or for one second after the first live one, and for at most ``limit_s``: the
+        slow ones join when they answer. An engine is asked once, however many threads call this.
+        """
+        with self._lock:
+            fresh = [engine for engine in self._fleet.engines(EngineState.NEW) if engine not in self._asked]
+            self._asked.update(fresh)
+        for engine in fresh:
+            try:
+                start_thread(f"{self._name}-learn", lambda engine=engine: self._learn(engine))  # type: ignore[misc]
+            except RuntimeError:
+                self._learn(engine)
+        self._fleet.await_known(_GRACE_S, limit_s)
+
+    def notice(self) -> None:
+        """An engine stopped being live: start probing, unless that goes on already."""
+        with self._lock:
+            if self._thread is None and not self._closed:
+                self._thread = start_thread(f"{self._name}-health", self._run)
+
+    def close(self, timeout: float) -> list[str]:
+        """End the thread (the fleet must be closed first); its name if it did not end."""
+        with self._lock:
+            self._closed, thread = True, self._thread
+        if thread is None:
+            return []
+        thread.join(timeout)
+        return [thread.name] if thread.is_alive() else []
+
+    def _learn(self, engine: Engine) -> None:
+        state, reason = self._probe(engine)
+        self._fleet.set_state(engine.url, state, reason)
+
+    def _probe(self, engine: Engine) -> tuple[EngineState, str]:
+        """Whether it is there. An engine that answers anything is; what it is may stay unknown."""
+        try:
+            engine.learn()
+        except (EngineHTTPError, ProtocolError) as error:
+            log.info("engine %s does not say what it is: %s", engine.url, describe(error))
+        except TransportError as error:
+            unreachable = error.phase in {Phase.REFUSED, Phase.CONNECT, Phase.LOCAL}
+            if unreachable or (error.cut is Cut.DEADLINE and not engine.is_reachable()):
+                return EngineState.DOWN, describe(error)
+            log.info("engine %s does not say what it is: %s", engine.url, describe(error))
+        except Exception as error:  # noqa: BLE001 - a thread's outermost frame: an engine must not stay NEW for ever
+            return EngineState.DOWN, f"probe failed: {type(error).__name__}: {error}"
+        return EngineState.LIVE, ""
+
+    def _run(self) -> None:
+        pause_s = _FIRST_PROBE_S
+        while True:
+            self._fleet.nap(pause_s)
+            pause_s = min(_LONGEST_PROBE_S, pause_s * 1.5)
+            with self._lock:
+                absent = self._fleet.engines(EngineState.DOWN, EngineState.QUARANTINED)
+                if self._closed or not absent:
+                    self._thread = None  # under the lock: trouble noticed from now on starts another thread
+                    return
+            for engine in absent:
+                self._readmit(engine)
+
+    def _readmit(self, engine: Engine) -> None:
+        """Probe an absent engine; one that may still run something of ours must be proven idle first."""
+        quarantined = engine in self._fleet.engines(EngineState.QUARANTINED)
+        state, _ = self._probe(engine)
+        if state is not EngineState.LIVE:
+            return
+        if quarantined and not self._proves_idle(engine):
+            return
+        self._fleet.set_state(engine.url, EngineState.LIVE)
+
+    def _proves_idle(self, engine: Engine) -> bool:
+        fleet, url = self._fleet, engine.url
+        try:
+            engine.abort(None)
+        except RolloutError:
+            return False
+        sweep = Sweep(
+            engine,
+            own=lambda: [lease.rid for lease in fleet.leases(url)],
+            settle=lambda seconds: fleet.await_none(url, seconds),
+            rest=fleet.nap,
+            clock=self._clock,
+            deadline=Deadline.after(self._clock, _PROOF_S),
+        )
+        return sweep.run().state.quiet

@@ -1,0 +1,240 @@
+"""abort_until_idle: a fan-out of sweeps behind a closed gate, and the report of what they proved."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rolloutsync.clock import Deadline
+from rolloutsync.errors import Cut, NotIdleError, Phase, RolloutError, TransportError
+from rolloutsync.gate import GateMode
+from rolloutsync.proof import IdleState
+from rolloutsync.slot import EngineState
+from rolloutsync.sweep import EngineDrain, Sweep
+from rolloutsync.threads import fan_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rolloutsync.clock import Clock
+    from rolloutsync.engine import Engine
+    from rolloutsync.fleet import Fleet
+    from rolloutsync.order import Order
+    from rolloutsync.slot import Lease
+
+log = logging.getLogger("rolloutsync.idle")
+_AFTER_CUT_S = 1.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+_COLUMNS = ("engine", "state", "sweeps", "aborts", "seconds", "running", "waiting", "tokens", "ours", "detail")
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """What ``abort_until_idle`` found, engine by engine. ``print`` shows it as a table.
+
+    Attributes:
+        engines: One ``EngineDrain`` for each engine, in the fleet's order.
+        seconds: The whole drain.
+        scope: "engine" or "own".
+    """
+
+    engines: tuple[EngineDrain, ...]
+    seconds: float
+    scope: str = "engine"
+
+    @property
+    def idle(self) -> bool:
+        """Whether every engine is proven idle, or gone (scope "own": whether nothing of ours is left there)."""
+        if self.scope == "own":
+            return not any(engine.rids for engine in self.engines)
+        return all(engine.state.quiet and not engine.rids for engine in self.engines)
+
+    @property
+    def left(self) -> tuple[EngineDrain, ...]:
+        """The engines for which that does not hold."""
+        return tuple(e for e in self.engines if e.rids or (self.scope == "engine" and not e.state.quiet))
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *(_row(engine) for engine in self.engines)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        word = "idle" if self.idle else "NOT idle"
+        return "\n".join([*lines, f"{len(self.engines)} engines, {word} after {self.seconds:.2f} s"])
+
+
+def _row(drain: EngineDrain) -> tuple[str, ...]:
+    counts = (drain.running, drain.waiting, drain.tokens, len(drain.rids))
+    numbers = (str(drain.sweeps), str(drain.aborts), f"{drain.seconds:.2f}", *map(str, counts))
+    return (drain.url, drain.state.value, *numbers, drain.detail[:80])
+
+
+class Drainer:
+    """Runs drains of one fleet. Thread-safe: engine-wide drains that overlap are one drain."""
+
+    def __init__(self, fleet: Fleet, clock: Clock, name: str) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._name = name
+        self._lock = threading.Lock()  # guards: _running. Never held while draining.
+        self._running: _Shared | None = None
+
+    # --- engine-wide ---
+
+    def drain(self, timeout: float, *, keep_closed: object | None, raise_on_timeout: bool) -> DrainReport:
+        """Close the gate, abort, prove idle; open the gate again, or leave it on hold in ``keep_closed``'s name."""
+        deadline = Deadline.after(self._clock, timeout)
+        return self._behind_gate(lambda: self._together(deadline), keep_closed, raise_on_timeout=raise_on_timeout)
+
+    def drain_own(self, timeout: float, *, keep_closed: object | None, raise_on_timeout: bool) -> DrainReport:
+        """The same for this client's requests alone: nobody else's are touched, nothing is proven of the engines."""
+        return self._behind_gate(
+            lambda: self.abort_own(timeout, lambda _: True), keep_closed, raise_on_timeout=raise_on_timeout
+        )
+
+    def _behind_gate(
+        self, drain: Callable[[], DrainReport], keep_closed: object | None, *, raise_on_timeout: bool
+    ) -> DrainReport:
+        token = object() if keep_closed is None else keep_closed
+        self._fleet.close_gate(token, GateMode.ABORT)
+        try:
+            report = drain()
+        except BaseException:
+            self._fleet.open_gate(token)
+            raise
+        if keep_closed is not None and report.idle:
+            self._fleet.close_gate(token, GateMode.HOLD)
+        else:
+            self._fleet.open_gate(token)
+        if not report.idle and raise_on_timeout:
+            raise NotIdleError(_not_idle(report), report=report)
+        return report
+
+    def _together(self, deadline: Deadline) -> DrainReport:
+        """Join the drain that is running, or run one for all who come meanwhile."""
+        with self._lock:
+            shared, mine = self._running, self._running is None
+            if shared is None:
+                shared = self._running = _Shared()
+        if not mine:
+            return shared.wait()
+        try:
+            shared.report = self._all(deadline)
+            return shared.report
+        finally:
+            with self._lock:
+                self._running = None
+            shared.ended.set()
+
+    def _all(self, deadline: Deadline) -> DrainReport:
+        begun = self._clock.monotonic()
+        engines = self._fleet.engines()
+        outcomes = fan_out(f"{self._name}-drain", [_bind(self.one, engine, deadline) for engine in engines])
+        drains = tuple(outcome.get() for outcome in outcomes)
+        return DrainReport(drains, self._clock.monotonic() - begun)
+
+    def one(self, engine: Engine, deadline: Deadline) -> EngineDrain:
+        """Drain one engine; at the deadline, shut the sockets of what is left there (engines abort on disconnect)."""
+        url = engine.url
+        self._continue(engine, deadline)
+        result = self._sweep(engine, deadline)
+        self._fleet.set_proven(url, result.state.quiet)
+        if result.state is IdleState.GONE:
+            self._fleet.set_state(url, EngineState.DOWN, result.detail)
+        if result.state.quiet and not result.rids:
+            return result
+        engine.cut(Cut.DRAIN)
+        self._fleet.await_none(url, _AFTER_CUT_S)
+        return result
+
+    def _continue(self, engine: Engine, deadline: Deadline) -> None:
+        """End our own pause first: a paused engine answers no abort and its load stands still."""
+        if not self._fleet.is_paused(engine.url):
+            return
+        try:
+            engine.call(engine.dialect.resume(), deadline=deadline)
+        except RolloutError as error:
+            log.warning("engine %s could not be continued before its drain: %s", engine.url, error.message)
+            return
+        self._fleet.set_paused(engine.url, False)
+
+    def _sweep(self, engine: Engine, deadline: Deadline) -> EngineDrain:
+        fleet, url = self._fleet, engine.url
+        return Sweep(
+            engine,
+            own=lambda: [lease.rid for lease in fleet.leases(url)],
+            settle=lambda seconds: fleet.await_none(url, seconds),
+            rest=fleet.nap,
+            clock=self._clock,
+            deadline=deadline,
+        ).run()
+
+    # --- our own requests alone ---
+
+    def abort_own(self, timeout: float, of: Callable[[Order], bool]) -> DrainReport:
+        """Abort the requests of some orders by id and await their answers; nobody else's are touched."""
+        begun, deadline = self._clock.monotonic(), Deadline.after(self._clock, timeout)
+        by_url: dict[str, list[Lease]] = defaultdict(list)
+        for lease in self._fleet.leases(of=of):
+            by_url[lease.engine.url].append(lease)
+        calls = [_bind(self._own_at, leases[0].engine, deadline, of) for leases in by_url.values()]
+        drains = [outcome.get() for outcome in fan_out(f"{self._name}-abort", calls)]
+        return DrainReport(tuple(drains), self._clock.monotonic() - begun, scope="own")
+
+    def _own_at(self, engine: Engine, deadline: Deadline, of: Callable[[Order], bool]) -> EngineDrain:
+        begun, pause_s, sweeps, aborts = self._clock.monotonic(), _FIRST_PAUSE_S, 0, 0
+        while (left := self._fleet.leases(engine.url, of=of)) and not deadline.expired:
+            sweeps += 1
+            aborts += sum(_abort_quietly(engine, lease.rid, deadline) for lease in left)
+            self._fleet.await_none(engine.url, deadline.within(pause_s), of=of)
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+        rids = tuple(lease.rid for lease in left)
+        for rid in rids:
+            engine.cut(Cut.ABORT, rid=rid)
+        cleared = not rids or self._fleet.await_none(engine.url, _AFTER_CUT_S, of=of)
+        took = self._clock.monotonic() - begun
+        detail = "" if not rids else "no answer to the abort: sockets shut" + ("" if cleared else ", threads remain")
+        state = IdleState.IDLE if not rids else IdleState.UNKNOWN
+        return EngineDrain(engine.url, state, sweeps, aborts, took, rids=rids, detail=detail)
+
+
+class _Shared:
+    """One engine-wide drain and all who wait for it."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.report: DrainReport | None = None
+
+    def wait(self) -> DrainReport:
+        """The report, or an error if the drain itself broke off."""
+        self.ended.wait()
+        if self.report is None:
+            raise NotIdleError("the drain that this call had joined was interrupted")
+        return self.report
+
+
+def _bind(call: Callable[..., EngineDrain], *args: object) -> Callable[[], EngineDrain]:
+    return lambda: call(*args)
+
+
+def _abort_quietly(engine: Engine, rid: str, deadline: Deadline) -> int:
+    """1 if the abort was received, else 0: the engine may be gone, which its own requests will show."""
+    try:
+        engine.abort(rid, deadline=deadline)
+    except RolloutError as error:
+        refused = isinstance(error, TransportError) and error.phase is Phase.REFUSED
+        log.log(logging.DEBUG if refused else logging.WARNING, "abort of %s at %s: %s", rid, engine.url, error.message)
+        return 0
+    return 1
+
+
+def _not_idle(report: DrainReport) -> str:
+    parts = [
+        f"{e.url}: {e.state.value}, {e.running} running, {e.waiting} waiting, {e.tokens} tokens, "
+        f"{len(e.rids)} of ours in flight ({', '.join(e.rids[:3]) or 'none'})" + (f", {e.detail}" if e.detail else "")
+        for e in report.left
+    ]
+    return f"not idle after {report.seconds:.1f} s: " + "; ".join(parts)

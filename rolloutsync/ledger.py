@@ -1,0 +1,51 @@
+"""The ledger: each sample is admitted once and delivered once, and at any moment it is known which are open."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rolloutsync.order import Order
+    from rolloutsync.sample import Sample
+
+
+class Ledger:
+    """Counts of one client's samples. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards everything below
+        self._admitted = 0
+        self._open: dict[int, Order] = {}
+        self._ended: Counter[str] = Counter()
+        self._tokens = 0
+        self._retries = 0
+
+    def admit(self, orders: list[Order]) -> None:
+        """These samples are ours to deliver from now on."""
+        with self._lock:
+            self._admitted += len(orders)
+            self._open.update((id(order), order) for order in orders)
+
+    def end(self, order: Order, sample: Sample) -> bool:
+        """The sample has ended; False if it had ended before, and this second one must not be delivered."""
+        with self._lock:
+            if self._open.pop(id(order), None) is None:
+                return False
+            self._ended[sample.status.value] += 1
+            self._tokens += len(sample.output_ids)
+            self._retries += max(0, sample.attempts - 1)
+            return True
+
+    def snapshot(self) -> dict[str, int]:
+        """All counts at one moment: admitted, open, one for each status, tokens, retries."""
+        with self._lock:
+            ended = {name: self._ended[name] for name in ("COMPLETED", "TRUNCATED", "ABORTED", "FAILED")}
+            return {
+                "admitted": self._admitted,
+                "open": len(self._open),
+                **ended,
+                "tokens": self._tokens,
+                "retries": self._retries,
+            }

@@ -1,0 +1,69 @@
+"""An order: one sample to be made, with its place in the batch and the ways in which it may be called off."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rolloutsync.clock import Deadline
+    from rolloutsync.sample import Prompt
+
+
+class Stop:
+    """A one-way signal: whoever waits for it looks when the fleet wakes it. Thread-safe by being one bit."""
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self) -> None:
+        """Call off."""
+        self.is_set = True
+
+
+class Group:
+    """The members of one prompt. Its home is where the first of them went; guarded by the fleet's lock."""
+
+    __slots__ = ("home", "rank", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.home: str | None = None
+        self.rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Order:
+    """One sample to be made.
+
+    Attributes:
+        job: Number of the job that it belongs to.
+        priority: Higher first.
+        deadline: Of the whole batch, on active time.
+        stops: Any of them set means: end ABORTED.
+        admitted_at: Clock seconds.
+    """
+
+    prompt: Prompt
+    index: int
+    member: int
+    group: Group
+    job: int
+    deadline: Deadline
+    admitted_at: float
+    priority: int = 0
+    stops: tuple[Stop, ...] = ()
+    own_stop: Stop = field(default_factory=Stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was called off."""
+        return self.own_stop.is_set or any(stop.is_set for stop in self.stops)
+
+
+def new_rid() -> str:
+    """A request id: always 32 hex characters, since SGLang aborts every rid that begins with the one named."""
+    return uuid.uuid4().hex

@@ -1,0 +1,209 @@
+"""One sample's life, from lease to result. Owns no threads: whoever calls ``run`` lends its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rolloutsync.clock import Deadline
+from rolloutsync.errors import (
+    Cut,
+    DeadlineExceededError,
+    EngineAbortError,
+    Phase,
+    ProtocolError,
+    RolloutError,
+    TransportError,
+    UnsupportedError,
+)
+from rolloutsync.fleet import Turned
+from rolloutsync.order import new_rid
+from rolloutsync.sample import Sample, Segment, Status, Timing, begin, extend
+from rolloutsync.slot import EngineState
+
+if TYPE_CHECKING:
+    from rolloutsync.clock import Clock
+    from rolloutsync.config import RetryPolicy, Timeouts
+    from rolloutsync.fleet import Fleet
+    from rolloutsync.order import Order
+    from rolloutsync.retry import Judge, Verdict
+    from rolloutsync.slot import Lease
+
+log = logging.getLogger("rolloutsync.rollout")
+
+
+class _Trail:
+    """What has happened to one sample so far. Local to the thread that runs it."""
+
+    def __init__(self, order: Order, deadline: Deadline) -> None:
+        self.order = order
+        self.deadline = deadline
+        self.rid = new_rid()
+        self.attempts = 0
+        self.broken_answers = 0
+        self.avoid: str | None = None
+        self.engine: str | None = None
+        self.fresh = False
+        self.queued_s: float | None = None
+        self.engine_s = 0.0
+        self.last_error: RolloutError | None = None
+
+
+class Rollout:
+    """Turns orders into samples. Thread-safe: all state of a sample is local to the call that makes it."""
+
+    def __init__(self, fleet: Fleet, judge: Judge, clock: Clock, *, policy: RetryPolicy, timeouts: Timeouts) -> None:
+        self._fleet = fleet
+        self._judge = judge
+        self._clock = clock
+        self._policy = policy
+        self._timeouts = timeouts
+
+    def run(self, order: Order) -> Sample:
+        """Block until the sample has ended, in whatever way; never raises for anything an engine does."""
+        deadline = order.deadline.or_sooner(self._fleet.active, self._timeouts.sample_s)
+        trail = _Trail(order, deadline)
+        while True:
+            place = self._fleet.lease(order, trail.rid, trail.deadline, avoid=trail.avoid)
+            if isinstance(place, Turned):
+                return self._turned_away(trail, place)
+            if trail.queued_s is None:
+                trail.queued_s = self._clock.monotonic() - order.admitted_at
+            sample = self._try(trail, place)
+            if sample is not None:
+                return sample
+
+    def _try(self, trail: _Trail, lease: Lease) -> Sample | None:
+        """One request on a lease, and once more at once after a keep-alive race. None: get another lease."""
+        retry = False
+        segment: Segment | None = None
+        try:
+            while True:
+                try:
+                    segment = self._send(trail, lease)
+                    return self._delivered(trail, segment)
+                except RolloutError as error:
+                    verdict = self._judged(trail, lease, error)
+                retry = True
+                if verdict is None or not verdict.again:
+                    return self._gave_up(trail, called_off=verdict is None)
+                if not verdict.fresh:
+                    break
+        finally:
+            tokens = 0 if segment is None else len(segment.output_ids)
+            self._fleet.release(lease, tokens=tokens, version=_version(segment), retry=retry)
+        self._fleet.rest(trail.order, verdict.delay_s, trail.deadline)
+        return None
+
+    def _send(self, trail: _Trail, lease: Lease) -> Segment:
+        started = self._clock.monotonic()
+        trail.engine = lease.engine.url
+        lease.rid = trail.rid
+        try:
+            segment = lease.engine.generate(
+                trail.order.prompt, trail.rid, deadline=trail.deadline, dp_rank=lease.dp_rank, fresh=trail.fresh
+            )
+        finally:
+            trail.engine_s += self._clock.monotonic() - started
+            trail.fresh = False
+        if not segment.finish.type and not self._fleet.calls_off(trail.order):
+            raise ProtocolError("the answer has no finish_reason", engine=trail.engine, rid=trail.rid)
+        trail.attempts += 1
+        return segment
+
+    # --- ends ---
+
+    def _delivered(self, trail: _Trail, segment: Segment) -> Sample:
+        """A whole answer. An abort that nobody asked for, with an error status, is the engine's error."""
+        finish = segment.finish
+        asked = self._fleet.calls_off(trail.order)
+        sample = extend(begin(trail.order.prompt, trail.order.index, trail.order.member), segment)
+        if finish.type == "abort" and not asked and (finish.status_code or 0) >= 400:
+            words = f"the engine ended the sample ({finish.status_code}): {finish.message}"
+            trail.last_error = EngineAbortError(words, engine=trail.engine, rid=trail.rid, attempts=trail.attempts)
+            return self._stamp(trail, replace(sample, status=Status.FAILED, error=trail.last_error))
+        return self._stamp(trail, sample)
+
+    def _turned_away(self, trail: _Trail, turned: Turned) -> Sample:
+        if turned in {Turned.ABORTED, Turned.CLOSED}:
+            return self._ended(trail, None)
+        if turned is Turned.UNAVAILABLE:
+            return self._ended(trail, self._fleet.unavailable())
+        return self._ended(trail, self._out_of_time(trail))
+
+    def _gave_up(self, trail: _Trail, *, called_off: bool) -> Sample:
+        if called_off:
+            return self._ended(trail, None)
+        error = trail.last_error
+        if isinstance(error, TransportError) and error.cut is Cut.DEADLINE:
+            error = self._out_of_time(trail)
+        return self._ended(trail, error)
+
+    def _ended(self, trail: _Trail, error: RolloutError | None) -> Sample:
+        """A sample without an answer: ABORTED, or FAILED with ``error``."""
+        blank = begin(trail.order.prompt, trail.order.index, trail.order.member)
+        if error is None:
+            return self._stamp(trail, blank)
+        error.attempts, error.rid = trail.attempts, error.rid or trail.rid
+        return self._stamp(trail, replace(blank, status=Status.FAILED, error=error))
+
+    def _out_of_time(self, trail: _Trail) -> DeadlineExceededError:
+        last = f"; last: {trail.last_error.message}" if trail.last_error else ""
+        error = DeadlineExceededError(f"the sample's deadline came{last}", engine=trail.engine, rid=trail.rid)
+        error.__cause__ = trail.last_error
+        return error
+
+    def _stamp(self, trail: _Trail, sample: Sample) -> Sample:
+        total = self._clock.monotonic() - trail.order.admitted_at
+        timing = Timing(total if trail.queued_s is None else trail.queued_s, trail.engine_s, total)
+        return replace(sample, rid=trail.rid, engine=trail.engine, attempts=trail.attempts, timing=timing)
+
+    # --- failures ---
+
+    def _judged(self, trail: _Trail, lease: Lease, error: RolloutError) -> Verdict | None:
+        """What to do after a failed request; None if it was called off. Aborts an orphan while the lease is held."""
+        trail.last_error = error
+        verdict = self._judge.judge(error, attempts=trail.attempts, broken_answers=trail.broken_answers)
+        trail.attempts += verdict.counts
+        trail.broken_answers += isinstance(error, ProtocolError)
+        if verdict.unreachable:
+            self._fleet.set_state(lease.engine.url, EngineState.DOWN, error.message)
+        cut = _cut_by_us(error)
+        called_off = (cut or self._fleet.calls_off(trail.order)) and not verdict.definite
+        if verdict.abort_old and not cut and (not called_off or trail.order.stopped):
+            self._abort_orphan(lease, trail.rid)
+        if called_off:
+            return None
+        out_of_time = isinstance(error, TransportError) and error.cut is Cut.DEADLINE
+        if out_of_time or not verdict.again:
+            return replace(verdict, again=False)
+        trail.rid = new_rid() if verdict.new_rid else trail.rid
+        trail.avoid = lease.engine.url if verdict.elsewhere else None
+        trail.fresh = verdict.fresh
+        log.debug("sample %d/%d: %s; next: %s", trail.order.index, trail.order.member, error, verdict)
+        return verdict
+
+    def _abort_orphan(self, lease: Lease, rid: str) -> None:
+        """The request may be running without anybody to take its answer: end it before the sample runs elsewhere."""
+        engine, limit = lease.engine, Deadline.after(self._clock, self._policy.orphan_abort_timeout_s)
+        try:
+            engine.abort(rid, deadline=limit)
+        except UnsupportedError as error:
+            log.warning("engine %s cannot abort by id, %s may run on: %s", engine.url, rid, error.message)
+        except TransportError as error:
+            gone = error.phase is Phase.REFUSED
+            state = EngineState.DOWN if gone else EngineState.QUARANTINED
+            reason = error.message if gone else f"the abort of {rid} could not be delivered: {error.message}"
+            self._fleet.set_state(engine.url, state, reason)
+        except RolloutError as error:
+            reason = f"the abort of {rid} was refused: {error.message}"
+            self._fleet.set_state(engine.url, EngineState.QUARANTINED, reason)
+
+
+def _cut_by_us(error: RolloutError) -> bool:
+    return isinstance(error, TransportError) and error.cut in {Cut.DRAIN, Cut.ABORT, Cut.CLOSE}
+
+
+def _version(segment: Segment | None) -> str | None:
+    return segment.weight_spans[-1].version if segment is not None and segment.weight_spans else None

@@ -1,0 +1,151 @@
+"""A slot: what the fleet keeps of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rolloutsync.engine import Engine
+    from rolloutsync.order import Order
+
+DEFAULT_LIMIT = 256
+LARGEST_LIMIT = 512
+
+
+class EngineState(str, Enum):
+    """Whether an engine gets requests."""
+
+    NEW = "new"  # not asked yet what it is
+    LIVE = "live"
+    DOWN = "down"  # unreachable; probed until it answers
+    QUARANTINED = "quarantined"  # may still run something of ours; readmitted only when proven idle
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine as the client sees it.
+
+    Attributes:
+        url: Its base URL.
+        state: See ``EngineState``.
+        reason: Why it is in that state; empty for a live one.
+        in_flight: Requests of this client there.
+        limit: The most that this client sends at once.
+        paused: This client has paused it.
+        dialect: "sglang".
+        version: Of the engine's software; None where it did not say. The same holds for what follows.
+        weight_version: As of the last answer that named one.
+        model_path: As the engine names it.
+        dp_size: Data-parallel ranks.
+    """
+
+    url: str
+    state: EngineState
+    reason: str
+    in_flight: int
+    limit: int
+    paused: bool
+    dialect: str
+    version: str | None
+    weight_version: str | None
+    model_path: str | None
+    dp_size: int | None
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """The right to have one request at one engine.
+
+    Attributes:
+        rid: Of that request.
+        dp_rank: To be sent along, or None to let the engine choose.
+        since: Clock seconds.
+    """
+
+    slot: Slot
+    order: Order
+    rid: str
+    dp_rank: int | None
+    since: float
+
+    @property
+    def engine(self) -> Engine:
+        """Where the request goes."""
+        return self.slot.engine
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Mutable; guarded by the fleet's lock."""
+
+    engine: Engine
+    limit: int | None
+    state: EngineState = EngineState.NEW
+    reason: str = ""
+    leases: dict[int, Lease] = field(default_factory=dict)
+    ranks: dict[int, int] = field(default_factory=dict)  # our requests in flight by DP rank
+    paused: bool = False
+    proven_idle: bool = False
+    weight_version: str | None = None
+    requests: int = 0
+    retries: int = 0
+    tokens: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Our requests there."""
+        return len(self.leases)
+
+    @property
+    def room(self) -> int:
+        """The most that we send at once."""
+        if self.limit is not None:
+            return self.limit
+        told = self.engine.facts.running_limit
+        return DEFAULT_LIMIT if told is None else max(1, min(LARGEST_LIMIT, told * 5 // 4))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may go there."""
+        return self.state is EngineState.LIVE and len(self.leases) < self.room
+
+    def quietest_rank(self) -> int | None:
+        """The DP rank with the fewest of our requests; None for an engine with a single rank."""
+        size = self.engine.facts.dp_size or 1
+        return min(range(size), key=lambda rank: self.ranks.get(rank, 0)) if size > 1 else None
+
+    def take(self, order: Order, rid: str, dp_rank: int | None, now: float) -> Lease:
+        """Count one more request."""
+        lease = Lease(self, order, rid, dp_rank, now)
+        self.leases[id(lease)] = lease
+        self.requests += 1
+        if dp_rank is not None:
+            self.ranks[dp_rank] = self.ranks.get(dp_rank, 0) + 1
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        """Count one request less."""
+        if self.leases.pop(id(lease), None) is not None and lease.dp_rank is not None:
+            self.ranks[lease.dp_rank] -= 1
+
+    def status(self) -> EngineStatus:
+        """A frozen picture."""
+        facts = self.engine.facts
+        return EngineStatus(
+            url=self.engine.url,
+            state=self.state,
+            reason=self.reason,
+            in_flight=self.in_flight,
+            limit=self.room,
+            paused=self.paused,
+            dialect=self.engine.dialect.name,
+            version=facts.version,
+            weight_version=self.weight_version or facts.weight_version,
+            model_path=facts.model_path,
+            dp_size=facts.dp_size,
+        )

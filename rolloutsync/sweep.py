@@ -1,0 +1,172 @@
+"""Bringing one engine to idle: read its load, abort what runs, until its own word proves that nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rolloutsync.dialects.base import LoadKind, LoadReading, unknown_load
+from rolloutsync.errors import Phase, RolloutError, TransportError
+from rolloutsync.proof import IdleProof, IdleState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rolloutsync.clock import Clock, Deadline
+    from rolloutsync.engine import Engine
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDrain:
+    """How the drain of one engine went.
+
+    Attributes:
+        url: Of the engine.
+        state: See ``IdleState``; only IDLE and GONE are quiet.
+        sweeps: Load readings made.
+        aborts: abort_all calls sent.
+        seconds: From the start to the last reading.
+        running: Requests that its last reading said are running.
+        waiting: Requests that its last reading said are waiting.
+        tokens: Tokens held by requests, by its last reading.
+        rids: Requests of this client still in flight there at the end.
+        detail: What was wrong, in words; empty if nothing was.
+    """
+
+    url: str
+    state: IdleState
+    sweeps: int = 0
+    aborts: int = 0
+    seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    tokens: int = 0
+    rids: tuple[str, ...] = ()
+    detail: str = ""
+
+
+class Sweep:
+    """The loop for one engine. One thread runs it, once.
+
+    Args:
+        engine: To be brought to idle.
+        own: Request ids of this client that are in flight there now.
+        settle: Blocks until ``own()`` is empty, for at most the seconds given.
+        rest: Blocks for the seconds given, less when the client closes.
+        clock: Time.
+        deadline: When to give up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        own: Callable[[], list[str]],
+        settle: Callable[[float], object],
+        rest: Callable[[float], object],
+        clock: Clock,
+        deadline: Deadline,
+    ) -> None:
+        self._engine = engine
+        self._own = own
+        self._settle = settle
+        self._rest = rest
+        self._clock = clock
+        self._deadline = deadline
+        self._proof = IdleProof()
+        self._begun = clock.monotonic()
+        self._pause_s = _FIRST_PAUSE_S
+        self._sweeps = self._aborts = 0
+        self._seen: LoadReading | None = None
+        self._aborted_on: tuple[float, ...] | None = None  # stamps of the reading that led to the last abort
+        self._detail = ""
+
+    def run(self) -> EngineDrain:
+        """Block until the engine is proven idle, is gone, or the deadline comes."""
+        while True:
+            state = self._once()
+            if state.quiet or self._deadline.expired:
+                return self._report(state)
+            self._wait(state)
+
+    def _once(self) -> IdleState:
+        """Read once, abort if something runs; what is known then."""
+        ours = bool(self._own())
+        begun_at = self._clock.monotonic()
+        reading = self._read()
+        if reading is None:
+            return IdleState.GONE
+        state = self._proof.feed(reading, begun_at)
+        if ours:
+            self._proof.void()
+            state = IdleState.BUSY if state is IdleState.IDLE else state
+        if state.quiet:
+            return state
+        if ours or self._is_fresh_work(reading):
+            self._abort_all(reading)
+        return state
+
+    def _read(self) -> LoadReading | None:
+        """One reading; None if nobody listens there any more."""
+        self._sweeps += 1
+        try:
+            self._seen = self._engine.load(deadline=self._deadline)
+        except TransportError as error:
+            self._detail = error.message
+            if error.phase is Phase.REFUSED:
+                return None
+            self._seen = unknown_load(error.message)
+        else:
+            self._detail = self._seen.why
+        return self._seen
+
+    def _is_fresh_work(self, reading: LoadReading) -> bool:
+        """Whether the reading shows work that the last abort has not already been sent for.
+
+        A snapshot may be older than that abort: sent again on its strength, it could hit an engine that is idle by
+        now, and some versions die of that. Held token counts are watched instead of aborted again.
+        """
+        if reading.kind is not LoadKind.BUSY:
+            return False
+        if self._aborts and reading.stamps is not None and reading.stamps == self._aborted_on:
+            return False
+        return not (self._aborts and not reading.running and not reading.waiting and self._proof.watching_held)
+
+    def _abort_all(self, reading: LoadReading) -> None:
+        self._aborts += 1
+        self._aborted_on = reading.stamps
+        try:
+            self._engine.abort(None, deadline=self._deadline)
+        except RolloutError as error:
+            self._detail = f"abort_all failed: {error.message}"
+        self._proof.void()
+
+    def _wait(self, state: IdleState) -> None:
+        """Back off between aborts; while confirming a zero, look often: an idle engine publishes once a second."""
+        confirming = state is not IdleState.UNKNOWN and self._seen is not None and self._seen.kind is LoadKind.ZERO
+        if confirming and not self._own():
+            self._rest(self._deadline.within(_FIRST_PAUSE_S))
+            return
+        if self._own():
+            self._settle(self._deadline.within(self._pause_s))
+        else:
+            self._rest(self._deadline.within(self._pause_s))
+        self._pause_s = min(_LONGEST_PAUSE_S, self._pause_s * 2)
+
+    def _report(self, state: IdleState) -> EngineDrain:
+        seen = self._seen or unknown_load("never read")
+        return EngineDrain(
+            url=self._engine.url,
+            state=state,
+            sweeps=self._sweeps,
+            aborts=self._aborts,
+            seconds=self._clock.monotonic() - self._begun,
+            running=seen.running,
+            waiting=seen.waiting,
+            tokens=seen.tokens,
+            rids=tuple(self._own()),
+            detail="" if state is IdleState.IDLE else self._detail,
+        )

@@ -1,0 +1,157 @@
+"""The threads: a pool that grows as orders wait, runs rollouts, and hands each sample over exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rolloutsync.admission import Admission
+from rolloutsync.clock import Deadline
+from rolloutsync.errors import ClientClosedError, RolloutError
+from rolloutsync.sample import Sample, Status, begin
+from rolloutsync.threads import start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rolloutsync.clock import Clock
+    from rolloutsync.ledger import Ledger
+    from rolloutsync.order import Order
+    from rolloutsync.rollout import Rollout
+
+    Deliver = Callable[[Order, Sample], None]
+
+log = logging.getLogger("rolloutsync.workers")
+_IDLE_EXIT_S = 10.0
+
+
+class Workers:
+    """A lazily grown pool of daemon threads. Thread-safe.
+
+    Args:
+        rollout: Makes the samples.
+        capacity: How many threads make sense now.
+        ledger: Where each sample is accounted for.
+        clock: Time.
+        name: Of the client, for thread names.
+    """
+
+    def __init__(
+        self, rollout: Rollout, *, capacity: Callable[[], int], ledger: Ledger, clock: Clock, name: str
+    ) -> None:
+        self._rollout = rollout
+        self._capacity = capacity
+        self._ledger = ledger
+        self._clock = clock
+        self._name = name
+        self._numbers = itertools.count()
+        # _changed's lock guards: _waiting, _threads, _idle, _starting, _closed. Never held across a rollout or a start.
+        self._changed = threading.Condition()
+        self._waiting: Admission[tuple[Order, Deliver]] = Admission()
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._starting = 0
+        self._closed = False
+
+    def admit(self, orders: list[Order], deliver: Deliver) -> None:
+        """Take orders on: each will be delivered exactly once, from a worker thread. Does not block.
+
+        Raises:
+            ClientClosedError: Closed; nothing was taken.
+            RuntimeError: Not even one thread could be started; nothing was taken.
+        """
+        lines: dict[tuple[int, int], list[tuple[Order, Deliver]]] = defaultdict(list)
+        for order in orders:
+            lines[order.job, order.priority].append((order, deliver))
+        capacity = self._capacity()
+        with self._changed:
+            if self._closed:
+                raise ClientClosedError("the client is closed")
+            if not self._threads and not self._starting:
+                self._threads.add(start_thread(f"{self._name}-worker-{next(self._numbers)}", self._run))
+            self._ledger.admit(orders)
+            for (job, priority), line in lines.items():
+                self._waiting.put(line, job=job, priority=priority)
+            self._changed.notify(len(orders))
+            missing = min(len(self._waiting) - self._idle, capacity - len(self._threads)) - self._starting
+            self._starting += max(0, missing)
+        self._grow(missing)
+
+    def _grow(self, count: int) -> None:
+        """Start ``count`` threads, or as many as the system gives."""
+        for started in range(count):
+            try:
+                thread = start_thread(f"{self._name}-worker-{next(self._numbers)}", self._run)
+            except RuntimeError as error:
+                log.warning("only %d worker threads (%s): raise RLIMIT_NPROC or pids.max", len(self._threads), error)
+                with self._changed:
+                    self._starting -= count - started
+                return
+            with self._changed:
+                self._starting -= 1
+                self._threads.add(thread)
+
+    def _run(self) -> None:
+        """A worker's life: take the next order, make its sample, deliver it; leave after ten idle seconds."""
+        while (work := self._next()) is not None:
+            order, deliver = work
+            self._hand_over(order, deliver, self._make(order))
+
+    def _next(self) -> tuple[Order, Deliver] | None:
+        until = Deadline.after(self._clock, _IDLE_EXIT_S)
+        with self._changed:
+            while not self._waiting:
+                if self._closed or until.expired:
+                    self._threads.discard(threading.current_thread())
+                    return None
+                self._idle += 1
+                try:
+                    self._clock.wait(self._changed, until.remaining())
+                finally:
+                    self._idle -= 1
+            return self._waiting.pop()
+
+    def _make(self, order: Order) -> Sample:
+        try:
+            return self._rollout.run(order)
+        except Exception as error:  # a thread's outermost frame: a bug of ours must not lose the sample
+            log.exception("sample %d/%d: unexpected error", order.index, order.member)
+            wrapped = RolloutError(f"internal error: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            return replace(begin(order.prompt, order.index, order.member), status=Status.FAILED, error=wrapped)
+
+    def _hand_over(self, order: Order, deliver: Deliver, sample: Sample) -> None:
+        if not self._ledger.end(order, sample):
+            log.error("sample %d/%d (%s) ended twice; the second is dropped", order.index, order.member, sample.rid)
+            return
+        try:
+            deliver(order, sample)
+        except Exception:  # a thread's outermost frame: the callback is ours, and one sample's must not end the worker
+            log.exception("delivery of sample %d/%d failed", order.index, order.member)
+
+    @property
+    def waiting(self) -> int:
+        """Orders that no thread has taken yet."""
+        with self._changed:
+            return len(self._waiting)
+
+    def close(self) -> None:
+        """Take nothing more; what waits is delivered ABORTED, from this thread."""
+        with self._changed:
+            self._closed = True
+            dropped = self._waiting.clear()
+            self._changed.notify_all()
+        for order, deliver in dropped:
+            self._hand_over(order, deliver, begin(order.prompt, order.index, order.member))
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for the threads to end; the names of those that did not."""
+        with self._changed:
+            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in threads:
+            thread.join(deadline.remaining())
+        return [thread.name for thread in threads if thread.is_alive()]
