@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rolloutsync.sample import Sample
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 Urls = Annotated[list[str], typer.Argument(help="Base URLs of the engines.", metavar="URL...")]
 ApiKey = Annotated[str | None, typer.Option(envvar="ROLLOUTSYNC_API_KEY", help="Sent as a bearer token.")]
@@ -53,12 +53,13 @@ def _demo(client: RolloutClient, prompts: int, n: int) -> None:
     samples = client.generate(batch, {"temperature": 1.0, "max_new_tokens": 256}, n=n, progress=True)
     took = clock.monotonic() - begun
     console.print("starting a long batch and cutting it with abort_until_idle() ...")
+    begun = clock.monotonic()
     job = client.start(batch, {"max_new_tokens": 20_000, "ignore_eos": True}, n=n)
     job.wait(1.0)
     report = client.abort_until_idle()
-    cut = job.result()
+    cut, cut_took = job.result(), clock.monotonic() - begun
     console.print(str(report), highlight=False)
-    console.print(_summary([("whole batch", samples, took), ("long batch, cut", cut, report.seconds)]))
+    console.print(_summary([("whole batch", samples, took), ("long batch, cut", cut, cut_took)]))
     console.print(_engine_table(client))
 
 

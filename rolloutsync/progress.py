@@ -44,12 +44,13 @@ class Progress:
             return
         if self._bar is None:
             self._bar = tqdm(total=self._total, unit="sample", dynamic_ncols=True)
-        self._bar.update(counts["done"] - self._bar.n)
         rate = counts["tokens"] / max(1e-9, now - self._begun)
         rest = {"in_flight": self._total - counts["done"], "aborted": counts["aborted"], "failed": counts["failed"]}
-        self._bar.set_postfix({"tok/s": f"{rate:.0f}", **rest}, refresh=True)
+        self._bar.set_postfix({"tok/s": f"{rate:.0f}", **rest}, refresh=False)
+        self._bar.update(counts["done"] - self._bar.n)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
         if self._bar is not None:
+            self._bar.refresh()
             self._bar.close()

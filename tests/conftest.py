@@ -1,0 +1,71 @@
+"""Guards on every test: no thread, socket or connection of ours outlives it, and nothing leaves the loopback."""
+
+from __future__ import annotations
+
+import gc
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+SETTLE_S = 5.0  # a thread or socket that is on its way out may take this long
+
+
+def our_threads() -> set[str]:
+    """Names of live threads that rolloutsync started."""
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("rolloutsync-")}
+
+
+def open_sockets() -> set[str]:
+    """Inodes of this process's sockets."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found.add(target)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a thread or a socket behind."""
+    threads, sockets = our_threads(), open_sockets()
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    while (left := _left(threads, sockets)) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    if left:
+        pytest.fail(f"{request.node.nodeid} left behind: {', '.join(sorted(left))}")
+
+
+def _left(threads: set[str], sockets: set[str]) -> set[str]:
+    return (our_threads() - threads) | (open_sockets() - sockets)
+
+
+@pytest.fixture(autouse=True)
+def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test that connects to another machine."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family in {socket.AF_INET, socket.AF_INET6} and not _is_loopback(str(address[0])):
+            raise AssertionError(f"a test tried to connect to {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.split("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
