@@ -7,8 +7,6 @@ from typing import Any
 
 from rolloutsync.dialects.base import Facts, LoadKind, LoadReading, positive, unknown_load
 
-_RUNNING = ("num_running_reqs",)
-_WAITING = ("num_waiting_reqs", "num_waiting_uncached_tokens")
 _TOKENS = ("num_used_tokens", "num_total_tokens")
 
 
@@ -35,12 +33,13 @@ def read_loads(answer: Any, dp_size: int, *, live: bool) -> LoadReading:
 
 def _rank(rank: dict[str, Any]) -> tuple[int, int, int]:
     """(running, waiting, tokens) of one rank of ``/v1/loads``: a request in prefill shows only in the tokens."""
-    running = _count(rank, "num_running_reqs", required=True)
-    waiting = _count(rank, "num_waiting_reqs", required=True) + _count(rank, "num_waiting_uncached_tokens")
-    waiting += sum(_count(rank["queues"], key) for key in _section(rank, "queues"))
+    queued = sum(_count(rank["queues"], key) for key in _section(rank, "queues"))
     parts = _section(rank, "disaggregation")
-    waiting += sum(_count(rank["disaggregation"], key) for key in parts if key.endswith("_reqs"))
-    return running, waiting, max(_count(rank, key) for key in _TOKENS)
+    moving = sum(_count(rank["disaggregation"], key) for key in parts if key.endswith("_reqs"))
+    waiting = max(_count(rank, "num_waiting_reqs", required=True), queued) + moving
+    if _count(rank, "num_waiting_uncached_tokens"):
+        waiting = max(waiting, 1)  # somebody's tokens wait, even if nobody is counted
+    return _count(rank, "num_running_reqs", required=True), waiting, max(_count(rank, key) for key in _TOKENS)
 
 
 def _old_rank(rank: dict[str, Any]) -> tuple[int, int, int]:
