@@ -97,7 +97,7 @@ def test_64_prompts_x_2_on_two_engines(client: RolloutClient, llama_urls: Sequen
     for sample, again in zip(samples, rescored(client, samples), strict=True):
         np.testing.assert_allclose(sample.logprobs, again, atol=0.15)  # bfloat16: prefill and decode round apart
     stats = client.stats()
-    assert (stats.admitted, stats.truncated, stats.open, stats.failed) == (192, 192, 0, 0)
+    assert (stats.admitted, stats.truncated, stats.open, stats.failed) == (256, 256, 0, 0)
 
 
 def test_greedy_repeats(client: RolloutClient) -> None:
@@ -137,7 +137,7 @@ def test_idle_engines_are_not_aborted(client: RolloutClient) -> None:
 def test_long_prompt_caught_in_prefill(one: RolloutClient, llama_urls: Sequence[str]) -> None:
     """A request in prefill is in no queue; the drain sees its tokens and ends it all the same."""
     slow_down(one, 0.4)  # seconds for each chunk of 256 tokens
-    job = one.start([[11 + k % 300 for k in range(1800)]], LONG)
+    job = one.start([[11 + k % 300 for k in range(1800)]], {"max_new_tokens": 200, "ignore_eos": True})
     await_load(one, lambda load: load.running == 0 and load.waiting == 0 and load.tokens > 0)
     report = one.abort_until_idle(30)
     assert report.idle
