@@ -14,10 +14,10 @@ class PrefixCache:
         self._old: set[int] = set()
 
     def add(self, prefixes: Hashes) -> None:
-        """Remembers all prefixes of a context (the first of them is the empty one)."""
+        """Remembers prefixes of a context."""
         if len(self._young) + len(prefixes) > self._half:
             self._old, self._young = self._young, set()
-        self._young.update(prefixes[1:].tolist())
+        self._young.update(prefixes.tolist())
 
     def match(self, prefixes: Hashes) -> int:
         """Returns the length of the longest remembered prefix."""

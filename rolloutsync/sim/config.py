@@ -19,6 +19,8 @@ _AT_LEAST_ONE = (
     "dp_size",
     "tp_size",
     "load_publish_interval",
+    "report_interval",
+    "chunked_prefill_size",
     "stream_interval",
     "backlog",
 )
@@ -26,7 +28,6 @@ _NOT_NEGATIVE = (
     "port",
     "dispatch_s",
     "load_lag_s",
-    "disconnect_check_tokens",
     "death_delay_s",
     "update_s",
     "hidden_size",
@@ -62,6 +63,7 @@ class SimConfig:
         tp_size: Reported in `/server_info`; nothing else depends on it.
         tokens_per_second: Decode speed of one running request.
         prefill_tokens_per_second: Speed at which a rank computes uncached prompt tokens.
+        chunked_prefill_size: Prompt tokens per forward pass; an abort meets a prefill only between two passes.
         dispatch_s: From the front door to a rank's waiting queue.
         load_publish_interval: Decode steps between two load snapshots (0.5.13 and later).
         load_idle_interval_s: The same while idle.
@@ -70,7 +72,8 @@ class SimConfig:
         health_poll_s: How often `/health` looks for its generated token.
         health_timeout_s: After which `/health` answers 503.
         disconnect_poll_s: How often a silent request's client is checked.
-        disconnect_check_tokens: The client is checked at every so many tokens as well; 0 never.
+        report_interval: Every so many tokens a request reports to the front door, which then looks for its client, too;
+            what was not reported is lost when a retracted request is aborted.
         keep_alive_s: An idle connection is closed after this.
         api_key: Needed for all but health endpoints, if given.
         admin_api_key: Needed for control endpoints instead, if given.
@@ -99,6 +102,7 @@ class SimConfig:
     tp_size: int = 1
     tokens_per_second: float = 200.0
     prefill_tokens_per_second: float = 20_000.0
+    chunked_prefill_size: int = 256
     dispatch_s: float = 0.001
     load_publish_interval: int = 15
     load_idle_interval_s: float = 0.02
@@ -107,7 +111,7 @@ class SimConfig:
     health_poll_s: float = 1.0
     health_timeout_s: float = 20.0
     disconnect_poll_s: float = 4.0
-    disconnect_check_tokens: int = 50
+    report_interval: int = 50
     keep_alive_s: float = 5.0
     api_key: str | None = None
     admin_api_key: str | None = None

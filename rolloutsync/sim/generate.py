@@ -134,6 +134,9 @@ class GenerateEndpoint:
             raise error
 
     async def _all_done(self, generations: list[Generation]) -> None:
+        if len(generations) == 1:
+            await generations[0].done
+            return
         for done in asyncio.as_completed([generation.done for generation in generations]):
             await done
             if any(generation.refusal() for generation in generations):
@@ -184,8 +187,8 @@ class GenerateEndpoint:
 
     def _notices(self, generation: Generation, gone_at: float) -> bool:
         config, request = self._engine.config, generation.request
-        every = config.disconnect_check_tokens
-        if request is not None and request.phase is Phase.RUNNING and every:
+        every = config.report_interval
+        if request is not None and request.phase is Phase.RUNNING:
             if generation.gone_with is None:
                 generation.gone_with = generation.produced
             if generation.produced // every > generation.gone_with // every:

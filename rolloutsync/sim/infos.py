@@ -74,6 +74,7 @@ def _arguments(engine: Engine) -> dict[str, Any]:
         "max_running_requests": config.max_running_requests,
         "max_queued_requests": config.max_queued_requests,
         "max_total_tokens": config.max_total_tokens,
+        "chunked_prefill_size": config.chunked_prefill_size,
         "schedule_policy": "fcfs",
         "page_size": 1,
         "device": "sim",

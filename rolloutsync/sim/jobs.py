@@ -112,11 +112,12 @@ def _check_types(body: Mapping[str, Any]) -> None:
     ids, path = body.get("input_ids"), "/generate"
     if ids is not None and not isinstance(ids, list):
         raise validation_error(path, "value_error", f"Value error, must be list or null; got {type(ids).__name__}")
-    for item in ids or []:
-        wrong = next((part for part in item if type(part) is not int), None) if isinstance(item, list) else None
-        if (type(item) is not int and not isinstance(item, list)) or wrong is not None:
-            kind = type(item if wrong is None else wrong).__name__
-            raise validation_error(path, "value_error", f"Value error, elements must be int or list; got {kind}")
+    kinds = set(map(type, ids or []))
+    inner = {kind for item in ids or [] for kind in map(type, item)} if kinds == {list} else {int}
+    wrong = next(iter((kinds - {int, list}) | (inner - {int})), None)
+    if wrong is not None or len(kinds) > 1:
+        name = "list" if wrong is None else wrong.__name__
+        raise validation_error(path, "value_error", f"Value error, elements must be int or list; got {name}")
     params = body.get("sampling_params")
     if params is not None and not isinstance(params, dict | list):
         raise validation_error(path, "dict_type", "Input should be a valid dictionary")

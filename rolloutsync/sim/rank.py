@@ -14,6 +14,7 @@ from typing import Any
 from rolloutsync.sim.cache import PrefixCache
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.loads import Load, Snapshots
+from rolloutsync.sim.prefill import Prefill
 from rolloutsync.sim.request import Phase, Refusal, SimRequest
 
 LOOK_AHEAD_TOKENS = 256
@@ -32,7 +33,7 @@ class Rank:
         self.index = index
         self.cache = PrefixCache(config.max_total_tokens)
         self.waiting: deque[SimRequest] = deque()
-        self.prefill: list[SimRequest] = []
+        self.prefill = Prefill(config.chunked_prefill_size, config.prefill_tokens_per_second)
         self.running: dict[int, SimRequest] = {}
         self.paused = False
         self.peak_running = 0
@@ -42,7 +43,6 @@ class Rank:
         self._extra_s = 0.0
         self._paused_at = 0.0
         self._arriving: deque[SimRequest] = deque()
-        self._prefill_end = 0.0
         self._due: list[tuple[float, int, SimRequest]] = []
         self._reserved = 0
         self._hit_rate = 0.0
@@ -81,13 +81,15 @@ class Rank:
         self._arriving.append(request)
 
     def abort(self, match: Match, now: float) -> None:
-        """Ends what matches: queued ones at once, running ones with the next step; a prefill is not seen at all."""
+        """Ends what matches: queued ones at once, running ones with the next step, prefills between two passes."""
         self.advance(now)
         for queue in (self._arriving, self.waiting):
             hits = [request for request in queue if match(request)]
             for request in hits:
                 queue.remove(request)
                 self._end_queued(request, now)
+        for request in filter(match, self.prefill.requests):
+            self.prefill.abort(request)
         for request in self.running.values():
             if match(request) and request.cut_at is None:
                 request.settle(self._clock(now), self.step_s)
@@ -103,7 +105,7 @@ class Rank:
         if not self.paused:
             self.paused, self._paused_at = True, now
         if retract:
-            self._retract([*self.prefill, *self.running.values()], self._paused_at)
+            self._retract([*self.prefill.drop(), *self.running.values()], self._paused_at)
 
     def resume(self, now: float) -> None:
         """Goes on where `pause` stopped."""
@@ -112,7 +114,7 @@ class Rank:
             return
         lost = now - self._paused_at
         self.paused = False
-        self._prefill_end += lost
+        self.prefill.end += lost
         self._published_phase = now
         for request in self.running.values():
             request.since += lost
@@ -141,7 +143,7 @@ class Rank:
         self.advance(now)
         for request in self.running.values():
             request.settle(self._clock(now), self.step_s)
-        for request in [*self._arriving, *self.waiting, *self.prefill, *self.running.values()]:
+        for request in [*self._arriving, *self.waiting, *self.prefill.requests, *self.running.values()]:
             request.stream.change_weights(version, request.count)
         for request in self.running.values():
             self._plan(request)
@@ -156,8 +158,8 @@ class Rank:
         """Returns when `advance` has something to do, or None."""
         times = [self._arriving[0].arrives] if self._arriving else []
         if not self.paused:
-            if self.prefill:
-                times.append(self._prefill_end)
+            if self.prefill.running:
+                times.append(self.prefill.end)
             self._drop_stale()
             if self._due:
                 times.append(self._due[0][0])
@@ -178,7 +180,7 @@ class Rank:
             self.waiting.append(self._arriving.popleft())
         if self.paused:
             return
-        if self.prefill and self._prefill_end <= at:
+        if self.prefill.running and self.prefill.end <= at:
             self._end_prefill(at)
         self._drop_stale()
         while self._due and self._due[0][0] <= at:
@@ -198,47 +200,47 @@ class Rank:
         self._publish_upto(at)
 
     def _admit(self, at: float) -> None:
-        if self.paused or self.prefill or not self.waiting:
+        if self.paused or self.prefill.running:
             return
-        room, used = self._config.max_running_requests - len(self.running), self.used_tokens(at)
-        while self.waiting and len(self.prefill) < room:
-            request = self.waiting[0]
-            headroom = HEADROOM_TOKENS * (len(self.running) + len(self.prefill))
-            if used and used + request.size + headroom > self._config.max_total_tokens:
-                break
-            used += request.size
-            self.prefill.append(self.waiting.popleft())
+        self._fill_prefill(at)
         if self.prefill:
-            self._start_prefill(at)
+            taken, busy = self.prefill.start(at, self._extra_s)
+            self._prefilled_tokens += taken
+            self._prefill_busy_s += busy
+            self.peak_running = max(self.peak_running, len(self.running) + len(self.prefill.requests))
+            self._publish(at)
 
-    def _start_prefill(self, at: float) -> None:
-        uncached = total = 0
-        for request in self.prefill:
-            request.phase = Phase.PREFILL
-            request.started = request.started or at
-            total += request.size
-            uncached += request.size - self._look_up(request)
-            self._reserved += len(request.prompt) + request.stream.limit
-        busy = uncached / self._config.prefill_tokens_per_second + self._extra_s
-        self._hit_rate = (total - uncached) / total
-        self._prefilled_tokens += uncached
-        self._prefill_busy_s += busy
-        self._prefill_end = at + busy
-        self.peak_running = max(self.peak_running, len(self.running) + len(self.prefill))
-        self._publish(at)
+    def _fill_prefill(self, at: float) -> None:
+        room, used = self._config.max_running_requests - len(self.running), self.used_tokens(at)
+        admitted = self.prefill.requests
+        while self.waiting and len(admitted) < room and self.prefill.has_room:
+            request = self.waiting[0]
+            headroom = HEADROOM_TOKENS * (len(self.running) + len(admitted))
+            if used and used + request.size + headroom > self._config.max_total_tokens:
+                return
+            used += request.size
+            self._begin(self.waiting.popleft(), at)
 
-    def _look_up(self, request: SimRequest) -> int:
-        cached = min(self.cache.match(request.stream.prefixes(request.count)), request.size - 1)
-        if request.reuse_limit is not None:
-            cached = min(cached, request.reuse_limit)
+    def _begin(self, request: SimRequest, at: float) -> None:
+        cached = self._cached_of(request)
         if not request.retractions:
-            request.cached_tokens = cached
-        return cached
+            request.cached_tokens, request.started = cached, at
+        request.phase, request.to_prefill = Phase.PREFILL, request.size - cached
+        self._hit_rate = cached / request.size
+        self._reserved += len(request.prompt) + request.stream.limit
+        self.prefill.requests.append(request)
+
+    def _cached_of(self, request: SimRequest) -> int:
+        cached = min(self.cache.match(request.stream.prefixes(request.count)), request.size - 1)
+        return cached if request.reuse_limit is None else min(cached, request.reuse_limit)
 
     def _end_prefill(self, at: float) -> None:
-        done, self.prefill = self.prefill, []
+        done, aborted = self.prefill.finish()
+        for request in aborted:
+            self._reserved -= len(request.prompt) + request.stream.limit
+            self._end_queued(request, at)
         for request in done:
-            self.cache.add(request.stream.prefixes(request.count))
+            self.cache.add(request.stream.prefixes(request.count)[1 + request.cached_tokens :])
             request.phase, request.since = Phase.RUNNING, at
             request.stream.grow(request.count + 1)
             request.count = min(request.count + 1, len(request.stream.tokens))
@@ -280,11 +282,13 @@ class Rank:
         del self.running[request.serial]
         self._reserved -= len(request.prompt) + request.stream.limit
         request.stream.cut(request.count)
-        self.cache.add(request.stream.prefixes(request.count))
+        self.cache.add(request.stream.hashes(request.count)[1:])
         self._end(request, at, finish)
 
     def _end_queued(self, request: SimRequest, at: float) -> None:
+        """Ends what is not decoded: only the tokens that were reported to the front door are left of it."""
         request.while_queued = True
+        request.count -= request.count % self._config.report_interval
         request.stream.cut(request.count)
         self._end(request, at, ABORTED_IN_QUEUE)
 
@@ -304,7 +308,6 @@ class Rank:
                 self.waiting.appendleft(request)
             else:
                 self._end(request, at, ABORTED)
-        self.prefill = [request for request in self.prefill if request.phase is Phase.PREFILL]
 
     def _full_at(self) -> float | None:
         """When the KV cache will be full, if it will."""
@@ -320,7 +323,7 @@ class Rank:
         """Returns how many tokens the KV cache holds for requests that are computed."""
         at = self._clock(now)
         decoded = sum(len(request.prompt) + request.produced(at, self.step_s) for request in self.running.values())
-        return decoded + sum(request.size for request in self.prefill)
+        return decoded + self.prefill.used_tokens
 
     def measure(self, now: float) -> Load:
         """Returns the load at `now`; what is being prefilled shows in the token counts alone."""
@@ -339,9 +342,6 @@ class Rank:
             prefill_busy_s=self._prefill_busy_s,
             decode_steps=int(self._decoded_s / self.step_s),
         )
-
-    def _cached_of(self, request: SimRequest) -> int:
-        return min(self.cache.match(request.stream.prefixes(request.count)), request.size - 1)
 
     def _publish(self, at: float) -> None:
         self.snapshots.write(self.measure(at))

@@ -43,6 +43,7 @@ class SimRequest:
         count: Tokens that count, as of `since`.
         due: When the next thing happens to it.
         cut_at: How many tokens an abort lets it have, once it was aborted.
+        to_prefill: Tokens that are not computed yet, those in the running pass included.
         finish: The answer's `finish_reason`, or why there is none.
     """
 
@@ -63,6 +64,8 @@ class SimRequest:
     target: int = 0
     cut_at: int | None = None
     aborted: bool = False
+    to_prefill: int = 0
+    in_pass: int = 0
     while_queued: bool = False
     retractions: int = 0
     cached_tokens: int = 0

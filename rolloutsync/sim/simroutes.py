@@ -55,7 +55,7 @@ async def reset(engine: Engine, _: Request) -> Response:
     engine.ledger = Ledger(busy_before=sum(rank.busy_s for rank in engine.scheduler.ranks))
     engine.ledger.records.extend(live)
     for rank in engine.scheduler.ranks:
-        rank.peak_running = len(rank.running) + len(rank.prefill)
+        rank.peak_running = len(rank.running) + len(rank.prefill.requests)
     return json_response(None)
 
 

@@ -36,6 +36,7 @@ class Tokenizer:
     def __init__(self, vocab_size: int) -> None:
         words = [_word(number) for number in range(vocab_size - FIRST_WORD_ID)]
         self._pieces = [b"", b"", b"", *(bytes([value]) for value in range(256)), *words]
+        self._with_specials = [*SPECIALS, *self._pieces[len(SPECIALS) :]]
         self._ids = {word: FIRST_WORD_ID + number for number, word in enumerate(words)}
 
     def encode(self, text: str) -> list[int]:
@@ -56,14 +57,14 @@ class Tokenizer:
 
     def piece(self, token_id: int, *, special: bool = False) -> bytes:
         """Returns one id's bytes; special ids are empty unless `special`, ids outside the vocabulary always are."""
-        if special and 0 <= token_id < len(SPECIALS):
-            return SPECIALS[token_id]
-        return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else b""
+        pieces = self._with_specials if special else self._pieces
+        return pieces[token_id] if 0 <= token_id < len(pieces) else b""
 
     def pieces(self, ids: Iterable[int], *, special: bool = False) -> list[bytes]:
-        """Returns the bytes of each id."""
-        return [self.piece(token_id, special=special) for token_id in ids]
+        """Returns the bytes of each id of the vocabulary."""
+        pieces = self._with_specials if special else self._pieces
+        return [pieces[token_id] for token_id in ids]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of ids; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self.pieces(ids, special=special)).decode("utf-8", "replace")
+        return b"".join([self.piece(token_id, special=special) for token_id in ids]).decode("utf-8", "replace")

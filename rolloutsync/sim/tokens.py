@@ -99,7 +99,6 @@ def draw(state: int, key: int, count: int, vocab_size: int) -> tuple[list[int], 
     span = vocab_size - FIRST_TOKEN_ID
     for _ in range(count):
         x = (state ^ key) * _B & _MASK
-        x = (x ^ (x >> 29)) * _C & _MASK
         token = FIRST_TOKEN_ID + ((x >> 40) * span >> 24)
         append(token)
         state = (state * _A + token + 1) & _MASK
@@ -113,8 +112,7 @@ def draw_until_eos(state: int, key: int, count: int, vocab_size: int, threshold:
     span = vocab_size - FIRST_TOKEN_ID
     for _ in range(count):
         x = (state ^ key) * _B & _MASK
-        x = (x ^ (x >> 29)) * _C & _MASK
-        if x & _EOS_BITS < threshold:
+        if x >> 16 & _EOS_BITS < threshold:
             append(EOS_TOKEN_ID)
             return tokens, (state * _A + EOS_TOKEN_ID + 1) & _MASK, True
         token = FIRST_TOKEN_ID + ((x >> 40) * span >> 24)
