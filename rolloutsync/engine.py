@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,9 @@ class Engine:
                 continue
             self.facts = self._with_model(self.dialect.read_facts(answer))
             break
+        with contextlib.suppress(EngineHTTPError):  # a key that may not ask this, or an engine that cannot tell
+            version = self.dialect.read_version(self.call(self.dialect.version_call()))
+            self.facts = replace(self.facts, weight_version=version or self.facts.weight_version)
         return self.facts
 
     def is_reachable(self) -> bool:

@@ -133,6 +133,9 @@ class Dialect(Protocol):
     def version_call(self) -> Call:
         """The cheapest call that tells the weight version; answered even by a frozen engine."""
 
+    def read_version(self, answer: Any) -> str | None:
+        """The weight version in the answer to that call, or None."""
+
     def pause(self, mode: str) -> Call:
         """Pause; ValueError names the modes that exist."""
 

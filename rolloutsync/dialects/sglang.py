@@ -117,6 +117,11 @@ class SGLangDialect:
         """See ``Dialect.version_call``."""
         return _get("/model_info")
 
+    def read_version(self, answer: Any) -> str | None:
+        """See ``Dialect.read_version``."""
+        version = answer.get("weight_version") if isinstance(answer, dict) else None
+        return version if isinstance(version, str) else None
+
     def pause(self, mode: str) -> Call:
         """See ``Dialect.pause``."""
         if mode not in PAUSE_MODES:

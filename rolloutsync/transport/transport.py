@@ -225,7 +225,8 @@ def _cut_of(made: Exchange, error: BaseException) -> Cut | None:
 def _innermost(error: Any) -> str:
     """The error's own words, without the layers that requests and urllib3 put around them."""
     while True:
-        inner = next((arg for arg in (getattr(error, "reason", None), *error.args) if isinstance(arg, Exception)), None)
-        if inner is None:
+        wrapped = (getattr(error, "reason", None), *error.args, error.__cause__)
+        inner = next((item for item in wrapped if isinstance(item, Exception)), None)
+        if inner is None or not isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError)):
             return f"{type(error).__name__}: {error}"
         error = inner
