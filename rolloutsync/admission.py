@@ -45,9 +45,13 @@ class Admission(Generic[T]):
             del self._levels[priority]
         return item
 
-    def clear(self) -> list[T]:
-        """Take everything out."""
-        taken = [item for jobs in self._levels.values() for line in jobs.values() for item in line]
-        self._levels.clear()
-        self._size = 0
+    def take(self, job: int | None = None) -> list[T]:
+        """Take everything out, or everything of one job."""
+        taken: list[T] = []
+        for priority, jobs in list(self._levels.items()):
+            for number in list(jobs) if job is None else [job]:
+                taken += jobs.pop(number, ())
+            if not jobs:
+                del self._levels[priority]
+        self._size -= len(taken)
         return taken

@@ -84,10 +84,10 @@ class Core:
             on_trouble=lambda: self.watcher.notice(),  # noqa: PLW0108 - the watcher is made below
         )
         self.watcher = Watcher(self.fleet, self.clock, self.name)
-        self.drainer = Drainer(self.fleet, self.clock, self.name)
         self.controls = Controls(self.fleet, self.name)
         self.ledger = Ledger()
         self.workers = self._make_workers()
+        self.drainer = Drainer(self.fleet, self.clock, self.name, self.workers.drop)
         self._jobs = itertools.count()
         self._lock = threading.Lock()  # guards: _closed
         self._closed = False
@@ -186,6 +186,7 @@ class Core:
         return future
 
     def _abort_job(self, job: int, timeout: float) -> None:
+        self.workers.drop(job)
         self.fleet.wake()
         self.drainer.abort_own(timeout, of=lambda order: order.job == job)
 

@@ -75,17 +75,26 @@ class Fleet:
     def add(self, engine: Engine) -> bool:
         """Make an engine a member; False if it is one already."""
         with self._changed:
-            if engine.url in self._slots:
+            slot = self._slots.get(engine.url)
+            if slot is not None and slot.state is not EngineState.LEAVING:
                 return False
-            self._slots[engine.url] = Slot(engine, self._concurrency)
+            if slot is not None:
+                slot.state = EngineState.LIVE  # it came back before its last request had ended
+            else:
+                self._slots[engine.url] = Slot(engine, self._concurrency)
+            self._wake_locked()
             return True
 
     def remove(self, url: str) -> bool:
         """No new request goes there; those in flight finish. False if it is not a member."""
         with self._changed:
-            found = self._slots.pop(url, None)
+            slot = self._slots.get(url)
+            if slot is not None and slot.leases:
+                slot.state, slot.reason = EngineState.LEAVING, "removed, its last requests are ending"
+            elif slot is not None:
+                del self._slots[url]
             self._wake_locked()
-        return found is not None
+        return slot is not None
 
     def engines(self, *states: EngineState) -> list[Engine]:
         """All members, or those in one of ``states``."""
@@ -119,7 +128,7 @@ class Fleet:
         """Change an engine's state; logs once for each change and wakes whoever waits for an engine."""
         with self._changed:
             slot = self._slots.get(url)
-            if slot is None or slot.state is state:
+            if slot is None or slot.state in {state, EngineState.LEAVING}:
                 return
             before, slot.state, slot.reason = slot.state, state, clip(reason, 300)
             self._wake_locked()
@@ -209,6 +218,8 @@ class Fleet:
             slot.tokens += tokens
             slot.retries += retry
             slot.weight_version = version or slot.weight_version
+            if slot.state is EngineState.LEAVING and not slot.leases:
+                self._slots.pop(slot.engine.url, None)
             self._room.notify(_WOKEN)
             if self._drains:
                 self._changed.notify_all()

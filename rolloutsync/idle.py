@@ -73,10 +73,18 @@ def _row(drain: EngineDrain) -> tuple[str, ...]:
 
 
 class Drainer:
-    """Runs drains of one fleet. Thread-safe: engine-wide drains that overlap are one drain."""
+    """Runs drains of one fleet. Thread-safe: engine-wide drains that overlap are one drain.
 
-    def __init__(self, fleet: Fleet, clock: Clock, name: str) -> None:
+    Args:
+        fleet: To be drained.
+        clock: Time.
+        name: Of the client, for thread names.
+        drop_waiting: Ends ABORTED what no thread has taken yet; called once the gate is closed.
+    """
+
+    def __init__(self, fleet: Fleet, clock: Clock, name: str, drop_waiting: Callable[[], None]) -> None:
         self._fleet = fleet
+        self._drop_waiting = drop_waiting
         self._clock = clock
         self._name = name
         self._lock = threading.Lock()  # guards: _running. Never held while draining.
@@ -101,6 +109,7 @@ class Drainer:
         token = object() if keep_closed is None else keep_closed
         self._fleet.close_gate(token, GateMode.ABORT)
         try:
+            self._drop_waiting()
             report = drain()
         except BaseException:
             self._fleet.open_gate(token)

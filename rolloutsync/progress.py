@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from tqdm import tqdm
 
     from rolloutsync.clock import Clock
 
@@ -43,6 +43,8 @@ class Progress:
         if not self._wanted or now < self._show_at:
             return
         if self._bar is None:
+            from tqdm import tqdm  # noqa: PLC0415 - most calls show no bar
+
             self._bar = tqdm(total=self._total, unit="sample", dynamic_ncols=True)
         rate = counts["tokens"] / max(1e-9, now - self._begun)
         rest = {"in_flight": self._total - counts["done"], "aborted": counts["aborted"], "failed": counts["failed"]}

@@ -21,6 +21,7 @@ class EngineState(str, Enum):
     LIVE = "live"
     DOWN = "down"  # unreachable; probed until it answers
     QUARANTINED = "quarantined"  # may still run something of ours; readmitted only when proven idle
+    LEAVING = "leaving"  # removed; a member until its last request has ended
 
     def __str__(self) -> str:
         return self.value

@@ -139,14 +139,19 @@ class Workers:
         with self._changed:
             return len(self._waiting)
 
-    def close(self) -> None:
-        """Take nothing more; what waits is delivered ABORTED, from this thread."""
+    def drop(self, job: int | None = None) -> None:
+        """Deliver what no thread has taken yet (of one job, or of all) ABORTED and unsent, from this thread."""
         with self._changed:
-            self._closed = True
-            dropped = self._waiting.clear()
-            self._changed.notify_all()
+            dropped = self._waiting.take(job)
         for order, deliver in dropped:
             self._hand_over(order, deliver, begin(order.prompt, order.index, order.member))
+
+    def close(self) -> None:
+        """Take nothing more; what waits is delivered ABORTED."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.drop()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the threads to end; the names of those that did not."""
