@@ -197,7 +197,7 @@ class Drainer:
         begun, pause_s, sweeps, aborts = self._clock.monotonic(), _FIRST_PAUSE_S, 0, 0
         while (left := self._fleet.leases(engine.url, of=of)) and not deadline.expired:
             sweeps += 1
-            aborts += sum(_abort_quietly(engine, lease.rid, deadline) for lease in left)
+            aborts += _abort_each(engine, [lease.rid for lease in left], deadline)
             self._fleet.await_none(engine.url, deadline.within(pause_s), of=of)
             pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
         rids = tuple(lease.rid for lease in left)
@@ -229,15 +229,17 @@ def _bind(call: Callable[..., EngineDrain], *args: object) -> Callable[[], Engin
     return lambda: call(*args)
 
 
-def _abort_quietly(engine: Engine, rid: str, deadline: Deadline) -> int:
-    """1 if the abort was received, else 0: the engine may be gone, which its own requests will show."""
-    try:
-        engine.abort(rid, deadline=deadline)
-    except RolloutError as error:
-        refused = isinstance(error, TransportError) and error.phase is Phase.REFUSED
-        log.log(logging.DEBUG if refused else logging.WARNING, "abort of %s at %s: %s", rid, engine.url, error.message)
-        return 0
-    return 1
+def _abort_each(engine: Engine, rids: list[str], deadline: Deadline) -> int:
+    """Send the aborts; how many were received. Ends at the first that was not: the engine does not listen now."""
+    for sent, rid in enumerate(rids):
+        try:
+            engine.abort(rid, deadline=deadline)
+        except RolloutError as error:
+            refused = isinstance(error, TransportError) and error.phase is Phase.REFUSED
+            level = logging.DEBUG if refused else logging.WARNING
+            log.log(level, "abort of %s and %d more at %s: %s", rid, len(rids) - sent - 1, engine.url, error.message)
+            return sent
+    return len(rids)
 
 
 def _not_idle(report: DrainReport) -> str:

@@ -85,7 +85,7 @@ class Rollout:
                     return self._delivered(trail, segment)
                 except RolloutError as error:
                     verdict = self._judged(trail, lease, error)
-                retry = True
+                retry = verdict is not None and verdict.again
                 if verdict is None or not verdict.again:
                     return self._gave_up(trail, called_off=verdict is None)
                 if not verdict.fresh:
@@ -167,15 +167,15 @@ class Rollout:
         verdict = self._judge.judge(error, attempts=trail.attempts, broken_answers=trail.broken_answers)
         trail.attempts += verdict.counts
         trail.broken_answers += isinstance(error, ProtocolError)
-        if verdict.unreachable:
-            self._fleet.set_state(lease.engine.url, EngineState.DOWN, error.message)
         cut = _cut_by_us(error)
+        out_of_time = isinstance(error, TransportError) and error.cut is Cut.DEADLINE
+        if verdict.unreachable and not cut and not out_of_time:
+            self._fleet.set_state(lease.engine.url, EngineState.DOWN, error.message)
         called_off = (cut or self._fleet.calls_off(trail.order)) and not verdict.definite
         if verdict.abort_old and not cut and (not called_off or trail.order.stopped):
             self._abort_orphan(lease, trail.rid)
         if called_off:
             return None
-        out_of_time = isinstance(error, TransportError) and error.cut is Cut.DEADLINE
         if out_of_time or not verdict.again:
             return replace(verdict, again=False)
         trail.rid = new_rid() if verdict.new_rid else trail.rid

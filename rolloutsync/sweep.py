@@ -105,7 +105,7 @@ class Sweep:
             state = IdleState.BUSY if state is IdleState.IDLE else state
         if state.quiet:
             return state
-        if ours or self._is_fresh_work(reading):
+        if (ours or self._is_fresh_work(reading)) and not self._deadline.expired:
             self._abort_all(reading)
         return state
 

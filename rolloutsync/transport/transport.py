@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rolloutsync.config import Timeouts
 
 _CONNECTS_AT_ONCE = 64
+_LEAST_S = 0.001  # urllib3 refuses a timeout of zero
 _FOREIGN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
 
@@ -112,6 +113,8 @@ class Transport:
             TransportError: It broke; ``phase`` says how far it had come, ``cut`` whether we ended it.
         """
         made = self._make(lane, engine, deadline, rid, fresh=fresh)
+        if deadline.expired:
+            raise self._broken(made, CutError(errno.ECANCELED, "no time left"), f"{method} {url}")
         self._registry.enter(made)
         set_current_exchange(made)
         try:
@@ -120,7 +123,7 @@ class Transport:
                 url,
                 data=body,
                 headers=dict(headers),
-                timeout=(deadline.within(self._timeouts.connect_s), made.socket_timeout()),
+                timeout=(max(_LEAST_S, deadline.within(self._timeouts.connect_s)), made.socket_timeout()),
                 allow_redirects=False,
                 stream=True,
             )
