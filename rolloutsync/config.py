@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 GIB = 1 << 30
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def _require(ok: bool, field: str, value: Any, rule: str) -> None:
@@ -84,7 +85,7 @@ class Timeouts:
 
 
 def parse_url(url: Any) -> str:
-    """An engine's base URL in its one normal form: no trailing slash, lower-case host.
+    """An engine's base URL in its one normal form: no trailing slash, no default port, lower-case host.
 
     Raises:
         TypeError: Not a string.
@@ -96,23 +97,23 @@ def parse_url(url: Any) -> str:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"engine URL {url!r} is malformed: {error}") from None
+        hint = "; write an IPv6 address in brackets, http://[::1]:30000" if url.count(":") > 2 else ""
+        raise ValueError(f"engine URL {url!r} is malformed: {error}{hint}") from None
     if parts.scheme not in {"http", "https"}:
         raise ValueError(f"engine URL {url!r} must start with http:// or https://")
     if "@" in parts.netloc:
         raise ValueError(f"engine URL {url!r} has user info (the part before '@'); pass api_key= instead")
-    _check_plain(url, parts.hostname, parts.query or parts.fragment)
+    _check_plain(url, parts.hostname, port)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return f"{parts.scheme}://{host}{f':{port}' if port is not None else ''}{parts.path.rstrip('/')}"
+    tail = "" if port in {None, _DEFAULT_PORTS[parts.scheme]} else f":{port}"
+    return f"{parts.scheme}://{host}{tail}{parts.path.rstrip('/')}"
 
 
-def _check_plain(url: str, host: str | None, extra: str) -> None:
-    if not host or any(char.isspace() or char in '\\<>"' for char in url):
-        raise ValueError(f"engine URL {url!r} is malformed: it needs a host and no spaces or quotes")
-    if extra or "?" in url or "#" in url:
+def _check_plain(url: str, host: str | None, port: int | None) -> None:
+    if not host or port == 0 or any(char.isspace() or not char.isprintable() or char in '\\<>"' for char in url):
+        raise ValueError(f"engine URL {url!r} is malformed: it needs a host, a port above 0, no spaces and no quotes")
+    if "?" in url or "#" in url:
         raise ValueError(f"engine URL {url!r} must have no query and no fragment")
-    if ":" in host and f"[{host}" not in url.lower():
-        raise ValueError(f"engine URL {url!r} is malformed: write an IPv6 address in brackets, http://[::1]:30000")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
