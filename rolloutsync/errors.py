@@ -50,8 +50,15 @@ class Cut(str, Enum):
 
 
 def clip(text: str, limit: int = _MESSAGE_LIMIT) -> str:
-    """Shorten ``text`` to ``limit`` characters for a message or a log line, and say how much was left out."""
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
+    """Shorten ``text`` to ``limit`` bytes of UTF-8 for a message or a log line, and say how much was left out.
+
+    Lone surrogates, which cannot be written to a log, become question marks.
+    """
+    raw = text.encode("utf-8", "replace")
+    if len(raw) <= limit:
+        return raw.decode()
+    kept = raw[:limit].decode("utf-8", "ignore")
+    return f"{kept}... ({len(text) - len(kept)} more characters)"
 
 
 class RolloutError(Exception):
