@@ -23,11 +23,10 @@ class Admission(Generic[T]):
 
     def put(self, items: Iterable[T], *, job: int, priority: int) -> None:
         """Add a job's items behind those that it has waiting at that priority."""
-        jobs = self._levels.setdefault(priority, OrderedDict())
-        line = jobs.setdefault(job, deque())
-        before = len(line)
-        line.extend(items)
-        self._size += len(line) - before
+        more = list(items)
+        if more:
+            self._levels.setdefault(priority, OrderedDict()).setdefault(job, deque()).extend(more)
+            self._size += len(more)
 
     def pop(self) -> T:
         """The next item. IndexError if there is none."""
