@@ -206,9 +206,10 @@ class Sample:
         Raises:
             ValueError: A field that this version does not know, or one that is missing.
         """
-        plain = dict(data) if "prompt" in data else {**json.loads(str(data["sample"]))}
-        if unknown := plain.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"unknown sample fields {sorted(unknown)}: written by another version?")
+        plain = json.loads(str(data["sample"])) if "sample" in data else dict(data)
+        wrong = plain.keys() ^ {f.name for f in fields(cls)}
+        if wrong:
+            raise ValueError(f"unknown or missing sample fields {sorted(wrong)}: written by another version?")
         try:
             return cls(**{name: _UNPACK.get(name, _array)(value, data) for name, value in plain.items()})
         except KeyError as error:
@@ -268,20 +269,32 @@ def _pack(name: str, value: Any, arrays: dict[str, np.ndarray[Any, Any]] | None)
         return _pack_array(name, value, arrays)
     if isinstance(value, Status):
         return value.value
-    if isinstance(value, (Prompt, Finish)):
-        return {f.name: _pack(f"{name}.{f.name}", getattr(value, f.name), arrays) for f in fields(value)}
+    if isinstance(value, Prompt):
+        rest = {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.name != "input_ids"}
+        return {"input_ids": _pack(f"{name}.input_ids", value.input_ids, arrays), **rest}
+    if isinstance(value, Finish):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):
         return [_pack(f"{name}.{number}", item, arrays) for number, item in enumerate(value)]
     if isinstance(value, BaseException):
         return str(value)
-    return dict(value) if hasattr(value, "keys") else value
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, lists and numpy values in what the user passed, as JSON has them."""
+    if hasattr(value, "keys"):
+        return {str(key): _plain(value[key]) for key in value.keys()}  # noqa: SIM118 - any mapping
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def _pack_array(name: str, value: AnyArray, arrays: dict[str, np.ndarray[Any, Any]] | None) -> Any:
     if arrays is not None:
         arrays[name] = value
         return {"array": name}
-    if value.ndim == 1 and not np.isnan(value).any():
+    if value.ndim == 1 and np.isfinite(value).all():
         return {"dtype": value.dtype.str, "values": value.tolist()} if value.dtype != np.int32 else value.tolist()
     data = pybase64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {"dtype": value.dtype.str, "shape": list(value.shape), "base64": data}
@@ -317,7 +330,7 @@ _UNPACK: dict[str, Any] = {
     "weight_spans": lambda value, _: tuple(WeightSpan(*span) for span in value),
     "top_logprobs": _top,
     "timing": lambda value, _: Timing(*value),
-    "error": lambda value, _: value and RolloutError(value),
+    "error": lambda value, _: None if value is None else RolloutError(value),
     "meta_info": lambda value, _: value,
     "metadata": lambda value, _: value,
 }
