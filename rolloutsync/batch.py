@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
 
+from rolloutsync.payload import to_json
 from rolloutsync.sample import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -55,9 +55,10 @@ def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
         if name == "priority" and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{where}priority must be an integer, got {value!r}")
         try:
-            orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            raise TypeError(f"{where}request field {name!r} cannot be sent as JSON: {error}") from None
+            to_json(value)
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{where}request field {name!r} cannot be sent as JSON: {error}") from None
 
 
 def read_batch(batch: Any, rules: BatchRules) -> list[Prompt | Sample]:
@@ -88,15 +89,20 @@ def _read_item(item: Any, rules: BatchRules, where: str) -> Prompt | Sample:
     if isinstance(item, Sample):
         return _read_sample(item, rules, where)
     if isinstance(item, Prompt):
-        given = {"input_ids": item.input_ids, "text": item.text, "sampling_params": item.sampling_params}
-        return _from_dict(
-            {**given, "image_data": item.image_data, "metadata": item.metadata, **item.fields}, rules, where
-        )
+        return _read_prompt(item, rules, where)
     if isinstance(item, str):
         return _from_dict({"text": item}, rules, where)
     if isinstance(item, dict):
         return _from_dict(item, rules, where)
     return _from_dict({"input_ids": item}, rules, where)
+
+
+def _read_prompt(prompt: Prompt, rules: BatchRules, where: str) -> Prompt:
+    """A text whose ids an engine has told is sent as text again: the very request that was sent before."""
+    ids = prompt.input_ids if prompt.text is None else None
+    given = {"input_ids": ids, "text": prompt.text, "sampling_params": prompt.sampling_params}
+    more = {"image_data": prompt.image_data, "metadata": prompt.metadata}
+    return _from_dict({**given, **more, **prompt.fields}, rules, where)
 
 
 def _read_sample(sample: Sample, rules: BatchRules, where: str) -> Prompt | Sample:

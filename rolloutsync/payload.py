@@ -1,10 +1,12 @@
-"""Response bytes → JSON values and numpy arrays."""
+"""JSON and arrays: response bytes → values, values → request bytes."""
 
 from __future__ import annotations
 
 import binascii
 import io
 import json
+import math
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import numpy.typing as npt
 import orjson
 import pybase64
 
+_TO_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _NPY_MAGIC = b"\x93NUMPY"
 _NARROW = {"uint8": 1 << 8, "uint16": 1 << 16}
+_INT32 = np.iinfo(np.int32)
 
 
 def parse_json(body: bytes) -> Any:
@@ -28,7 +32,11 @@ def parse_json(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
+        pass
+    try:
         return _mend(json.loads(body))
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
 
 
 def _mend(value: Any) -> Any:
@@ -43,6 +51,33 @@ def _mend(value: Any) -> Any:
 
 def _without_surrogates(text: str) -> str:
     return "".join("\ufffd" if "\ud800" <= char <= "\udfff" else char for char in text)
+
+
+def to_json(value: Any) -> bytes:
+    """``value`` as JSON; numpy arrays become lists and numbers as keys become strings.
+
+    Raises:
+        TypeError: Something in it has no JSON form.
+        ValueError: A number in it is NaN or infinite, which JSON cannot say.
+    """
+    check_finite(value)
+    return orjson.dumps(value, option=_TO_JSON)
+
+
+def check_finite(value: Any) -> None:
+    """Raise ValueError if ``value`` holds NaN or an infinity anywhere: JSON would turn it into null without a word."""
+    if isinstance(value, (float, np.floating)):
+        if not math.isfinite(value):
+            raise ValueError(f"{value!r} has no JSON form")
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            raise ValueError("an array with NaN or an infinity has no JSON form")
+    elif isinstance(value, dict):
+        for item in value.values():
+            check_finite(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            check_finite(item)
 
 
 def decode_base64(text: str) -> bytes:
@@ -69,10 +104,18 @@ def decode_experts(value: Any) -> npt.NDArray[Any]:
         raise ValueError(f"expert ids are a {type(value).__name__}, not base64 or a list")
     raw = decode_base64(value)
     if raw.startswith(_NPY_MAGIC):
-        return _integers(np.load(io.BytesIO(raw), allow_pickle=False))
+        return _integers(_load_npy(raw))
     if len(raw) % 4:
         raise ValueError(f"expert ids are {len(raw)} bytes, not a whole number of int32")
     return np.frombuffer(raw, "<i4")
+
+
+def _load_npy(raw: bytes) -> npt.NDArray[Any]:
+    try:
+        array: npt.NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
+    except (EOFError, MemoryError, OverflowError, SyntaxError, TypeError, TokenError) as error:
+        raise ValueError(f"expert ids are a broken .npy file: {error}") from None
+    return array
 
 
 def _integers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -87,8 +130,8 @@ def narrow(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
     Raises:
         ValueError: A value does not fit.
     """
-    limit = _NARROW.get(dtype)
-    if limit is not None and array.size and (int(array.min()) < 0 or int(array.max()) >= limit):
+    least, limit = (0, _NARROW[dtype]) if dtype in _NARROW else (int(_INT32.min), int(_INT32.max) + 1)
+    if array.size and (int(array.min()) < least or int(array.max()) >= limit):
         raise ValueError(f"expert ids from {array.min()} to {array.max()} do not fit {dtype}")
     return array.astype(dtype, copy=True)
 

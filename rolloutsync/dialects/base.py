@@ -158,14 +158,17 @@ def error_text(body: bytes) -> str:
         value = parse_json(body)
     except ValueError:
         value = body.decode("utf-8", "replace")
-    return clip(" ".join(_words(value).split()), 600) or "(empty answer)"
+    return error_words(value)
 
 
-def _words(value: Any) -> str:
-    for key in ("error", "message", "detail"):
-        if isinstance(value, dict) and value.get(key):
-            return _words(value[key])
-    return value if isinstance(value, str) else str(value)
+def error_words(value: Any) -> str:
+    """The same for an answer that is parsed already."""
+    while isinstance(value, dict):
+        inner = next((value[key] for key in ("error", "message", "detail") if value.get(key)), None)
+        if inner is None:
+            break
+        value = inner
+    return clip(" ".join(str(value).split()), 600) or "(empty answer)"
 
 
 def model_experts(config: Mapping[str, Any]) -> Experts:
@@ -189,3 +192,14 @@ def model_vocab(config: Mapping[str, Any]) -> int | None:
 def positive(value: Any) -> int | None:
     """The value if it is a positive integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def version_tuple(version: str | None) -> tuple[int, ...]:
+    """``"0.5.10.post2"`` as (0, 5, 10); empty where unknown, which sorts before every version."""
+    numbers: list[int] = []
+    for part in (version or "").split(".")[:3]:
+        digits = "".join(char for char in part if char.isdigit()) if part[:1].isdigit() else ""
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)

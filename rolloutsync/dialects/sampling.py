@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rolloutsync.payload import to_json
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
@@ -27,6 +29,14 @@ def _is_stop(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value))
 
 
+def _is_json(value: Any) -> bool:
+    try:
+        to_json(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 COUNT: Rule = (lambda v: _is_int(v) and v >= 0, "an integer of at least 0")
 INTEGER: Rule = (_is_int, "an integer")
 NOT_NEGATIVE: Rule = (lambda v: _is_real(v) and v >= 0, "a finite number of at least 0")
@@ -38,7 +48,7 @@ TOP_K: Rule = (lambda v: _is_int(v) and (v >= 1 or v == -1), "an integer of at l
 IDS: Rule = (_is_ids, "a list of token ids")
 STOP: Rule = (_is_stop, "a string or a list of strings")
 FLAG: Rule = (lambda v: isinstance(v, bool), "True or False")
-ANY: Rule = (lambda _: True, "anything")
+JSON: Rule = (_is_json, "something that JSON can say")
 
 
 def as_mapping(params: Any, known: Collection[str]) -> dict[str, Any]:
@@ -58,13 +68,15 @@ def as_mapping(params: Any, known: Collection[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A numpy or torch scalar as the Python number it stands for."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    """A numpy or torch scalar, or a small array of them, as the Python numbers that it stands for."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_members(params: Mapping[str, Any]) -> None:
     """Refuse ``n`` inside sampling parameters."""
-    if params.get("n", 1) != 1:
+    if params.get("n") not in {None, 1}:
         raise ValueError(f"sampling_params['n'] is {params['n']!r}: pass n= to the call; members are separate requests")
 
 

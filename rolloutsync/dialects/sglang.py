@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rolloutsync.dialects import sampling as rules
-from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text
+from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text, version_tuple
 from rolloutsync.dialects.sglang_answer import decode
 from rolloutsync.dialects.sglang_load import read_facts, read_loads
 
@@ -33,20 +33,21 @@ SAMPLING_RULES: dict[str, rules.Rule] = {
     "spaces_between_special_tokens": rules.FLAG,
     "no_stop_trim": rules.FLAG,
     "stream_interval": rules.COUNT,
-    "logit_bias": rules.ANY,
-    "custom_params": rules.ANY,
-    "json_schema": rules.ANY,
-    "regex": rules.ANY,
-    "ebnf": rules.ANY,
-    "structural_tag": rules.ANY,
+    "logit_bias": rules.JSON,
+    "custom_params": rules.JSON,
+    "json_schema": rules.JSON,
+    "regex": rules.JSON,
+    "ebnf": rules.JSON,
+    "structural_tag": rules.JSON,
     "beam_width": rules.COUNT,
-    "watermark": rules.ANY,
-    "choice": rules.ANY,
+    "watermark": rules.JSON,
+    "choice": rules.JSON,
 }
 _KNOWN = (*SAMPLING_RULES, "max_tokens", "n")
 PAUSE_MODES = ("abort", "in_place", "retract")
 _RANK_FIELD_SINCE = (0, 5, 10)  # routed_dp_rank; before it only data_parallel_rank is read
-_JSON = orjson.OPT_SERIALIZE_NUMPY
+_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_ROWS_CUT_SINCE = (0, 5, 12)  # routed_experts_start_len; before it the field is ignored
 
 
 def _post(path: str, body: object, *, admin: bool = True, long: bool = False) -> Call:
@@ -91,7 +92,9 @@ class SGLangDialect:
 
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """See ``Dialect.decode_generate``."""
-        return decode(answer, prompt, rid, facts.experts, dtype)
+        version = version_tuple(facts.version)
+        cuts_rows = version >= _ROWS_CUT_SINCE if version else None
+        return decode(answer, prompt, rid, facts.experts, dtype, cuts_rows=cuts_rows)
 
     def abort(self, rid: str | None) -> Call:
         """See ``Dialect.abort``. SGLang matches rids by prefix, so ours all have the same length."""
@@ -150,14 +153,3 @@ def _rank_fields(rank: int, version: str | None) -> dict[str, int]:
     if version_tuple(version) >= _RANK_FIELD_SINCE:
         return {"routed_dp_rank": rank}
     return {"routed_dp_rank": rank, "data_parallel_rank": rank}
-
-
-def version_tuple(version: str | None) -> tuple[int, ...]:
-    """``"0.5.10.post2"`` as (0, 5, 10); empty where unknown, which sorts before every version."""
-    numbers: list[int] = []
-    for part in (version or "").split(".")[:3]:
-        digits = "".join(char for char in part if char.isdigit()) if part[:1].isdigit() else ""
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rolloutsync.dialects.base import error_text
-from rolloutsync.errors import ProtocolError
+from rolloutsync.dialects.base import error_words
+from rolloutsync.errors import ProtocolError, clip
 from rolloutsync.payload import decode_experts, narrow, narrowest
 from rolloutsync.sample import NO_LOGPROBS, NO_TOKENS, Finish, Segment, TopLogprobs, WeightSpan
 
@@ -52,12 +52,22 @@ class _Answer:
 
 def _shown(answer: Any) -> str:
     if isinstance(answer, dict) and (answer.get("error") or answer.get("object") == "error"):
-        return error_text(str(answer.get("error") or answer.get("message")).encode())
-    return repr(answer)[:200]
+        return error_words(answer)
+    return clip(repr(answer), 200)
 
 
-def decode(answer: Any, prompt: Prompt, rid: str, experts: Experts, dtype: str) -> Segment:
+def decode(
+    answer: Any, prompt: Prompt, rid: str, experts: Experts, dtype: str, *, cuts_rows: bool | None = None
+) -> Segment:
     """The segment in one non-streamed ``/generate`` answer.
+
+    Args:
+        answer: The parsed body.
+        prompt: What was sent.
+        rid: The id that was sent.
+        experts: The shape of the model's routing, as far as it is known.
+        dtype: Of expert ids; "auto" for the narrowest.
+        cuts_rows: Whether this engine obeys ``routed_experts_start_len``; None where that is not known.
 
     Raises:
         ProtocolError: It cannot be the answer to this request, or its parts disagree.
@@ -71,7 +81,7 @@ def decode(answer: Any, prompt: Prompt, rid: str, experts: Experts, dtype: str) 
         output_ids=ids,
         logprobs=_logprobs(whole, ids),
         weight_spans=_spans(whole, len(ids)),
-        routed_experts=_experts(whole, len(ids), experts, dtype),
+        routed_experts=_experts(whole, len(ids), experts, dtype, cuts_rows),
         prompt_logprobs=_prompt_logprobs(whole),
         top_logprobs=_top_logprobs(whole, len(ids)),
         hidden_states=_hidden_states(whole),
@@ -103,7 +113,7 @@ def _output_ids(answer: _Answer) -> IntArray:
         rows = answer.meta.get("output_token_logprobs")
         if rows is None and answer.whole:
             raise ProtocolError("the answer has no output_ids")
-        raw = [row[1] for row in rows or ()]
+        return _columns(rows or [], "output_token_logprobs")[1]
     ids = _token_ids(raw, "output_ids")
     told = answer.number("completion_tokens")
     if answer.whole and told is not None and told != len(ids):
@@ -135,8 +145,8 @@ def _logprobs(answer: _Answer, ids: IntArray) -> FloatArray | None:
     values, named = _columns(rows, "output_token_logprobs")
     if not np.array_equal(named, ids):
         raise ProtocolError("output_token_logprobs are of other tokens than output_ids")
-    if np.isnan(values).any():
-        raise ProtocolError(f"the logprob of output token {int(np.isnan(values).argmax())} is NaN or null")
+    if not np.isfinite(values).all():
+        raise ProtocolError(f"the logprob of output token {int(np.isfinite(values).argmin())} is NaN, null or infinite")
     return values
 
 
@@ -144,8 +154,10 @@ def _length(rows: Any) -> str:
     return str(len(rows)) if isinstance(rows, list) else "no"
 
 
-def _columns(rows: list[Any], name: str) -> tuple[FloatArray, IntArray]:
+def _columns(rows: Any, name: str) -> tuple[FloatArray, IntArray]:
     """[[logprob, id, text], ...] as (float32 with NaN for null, int32)."""
+    if not isinstance(rows, list):
+        raise ProtocolError(f"{name} is a {type(rows).__name__}, not a list")
     if not rows:
         return NO_LOGPROBS, NO_TOKENS
     try:
@@ -170,12 +182,13 @@ def _spans(answer: _Answer, tokens: int) -> tuple[WeightSpan, ...]:
 
 def _span(item: Any) -> WeightSpan:
     try:
-        return WeightSpan(str(item["version"]), int(item["start"]), int(item["end"]))
-    except (TypeError, ValueError, KeyError):
+        version = item["version"]
+        return WeightSpan(None if version is None else str(version), int(item["start"]), int(item["end"]))
+    except (TypeError, ValueError, KeyError, OverflowError):
         raise ProtocolError(f"weight_versions holds {item!r}") from None
 
 
-def _experts(answer: _Answer, tokens: int, experts: Experts, dtype: str) -> AnyArray | None:
+def _experts(answer: _Answer, tokens: int, experts: Experts, dtype: str, cuts_rows: bool | None) -> AnyArray | None:
     if not answer.wants("return_routed_experts"):
         return None
     raw = answer.meta.get("routed_experts")
@@ -187,7 +200,8 @@ def _experts(answer: _Answer, tokens: int, experts: Experts, dtype: str) -> AnyA
     try:
         flat = decode_experts(raw)
         rows = _expert_rows(answer, tokens)
-        shaped = _shape_experts(flat, rows, int(answer.prompt.fields.get("routed_experts_start_len", 0)), experts)
+        start = int(answer.prompt.fields.get("routed_experts_start_len") or 0)
+        shaped = _shape_experts(flat, rows, start, experts, cuts_rows)
         return narrow(shaped, narrowest(experts.count) if dtype == "auto" else dtype)
     except ValueError as error:
         raise ProtocolError(f"routed_experts: {error}") from None
@@ -203,15 +217,30 @@ def _expert_rows(answer: _Answer, tokens: int) -> int:
     return prompt_tokens + tokens - 1
 
 
-def _shape_experts(flat: AnyArray, rows: int, start: int, experts: Experts) -> AnyArray:
+def _shape_experts(flat: AnyArray, rows: int, start: int, experts: Experts, cuts_rows: bool | None) -> AnyArray:
     """[rows - start, layers, topk]; an engine that ignored ``start`` sent all rows, and the first ones are cut."""
+    wanted = max(0, rows - start)
     width = experts.layers * experts.topk if experts.layers and experts.topk else None
-    for sent in dict.fromkeys((rows - start, rows)):
-        if sent > 0 and (flat.size == sent * width if width else flat.size and flat.size % sent == 0):
-            table = flat.reshape(sent, -1)[sent - (rows - start) :]
-            return table.reshape(len(table), experts.layers or 1, -1) if width else table
-    expected = f"{rows - start} rows of {width or 'some'} values"
-    raise ValueError(f"{flat.size} values are not {expected}")
+    fits = [sent for sent in _rows_sent(wanted, rows, cuts_rows, width) if _fits(flat.size, sent, width)]
+    if not fits:
+        raise ValueError(f"{flat.size} values are not {wanted} rows of {width or 'some'} values")
+    if len(fits) > 1 and width is None:
+        raise ValueError(f"{flat.size} values may be {fits[0]} or {fits[1]} rows: pass routed_experts_shape=")
+    table = flat.reshape(fits[0], width or (flat.size // fits[0] if fits[0] else 0))[fits[0] - wanted :]
+    return table.reshape(wanted, experts.layers or 0, experts.topk or 0) if width else table
+
+
+def _rows_sent(wanted: int, rows: int, cuts_rows: bool | None, width: int | None) -> list[int]:
+    """How many rows there may be. The version decides where the size alone cannot, for want of a known width."""
+    if cuts_rows is None or width is not None:
+        return list(dict.fromkeys((wanted, rows)))
+    return [wanted if cuts_rows else rows]
+
+
+def _fits(size: int, rows: int, width: int | None) -> bool:
+    if rows <= 0 or size == 0:
+        return rows == size == 0
+    return size == rows * width if width else size % rows == 0
 
 
 def _prompt_logprobs(answer: _Answer) -> FloatArray | None:
@@ -225,9 +254,12 @@ def _top_logprobs(answer: _Answer, tokens: int) -> TopLogprobs | None:
     rows = answer.meta.get("output_top_logprobs")
     if not answer.wants("top_logprobs_num") or not isinstance(rows, list):
         return None
-    if len(rows) != tokens or len({len(row or ()) for row in rows}) > 1:
+    lines = [row or [] for row in rows]
+    if not all(isinstance(line, list) for line in lines):
+        raise ProtocolError("output_top_logprobs holds something that is not a list")
+    if len(lines) != tokens or len(set(map(len, lines))) > 1:
         raise ProtocolError(f"output_top_logprobs has {len(rows)} rows for {tokens} tokens, or rows of unequal length")
-    flat = [entry for row in rows for entry in row or ()]
+    flat = [entry for line in lines for entry in line]
     values, ids = _columns(flat, "output_top_logprobs")
     return TopLogprobs(ids.reshape(tokens, -1), values.reshape(tokens, -1)) if flat else None
 

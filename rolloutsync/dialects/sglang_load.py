@@ -19,8 +19,10 @@ def read_loads(answer: Any, dp_size: int, *, live: bool) -> LoadReading:
     ranks = answer if live else answer.get("loads") if isinstance(answer, dict) else None
     if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
         return unknown_load(f"unexpected shape: {str(answer)[:200]}")
-    if len(ranks) < max(1, dp_size):
-        return unknown_load(f"{len(ranks)} ranks listed, dp_size is {dp_size}")
+    told = answer.get("dp_rank_count") if isinstance(answer, dict) else None  # up to 0.5.12
+    expected = max(1, dp_size, positive(told) or 1)
+    if _distinct(ranks) < expected:
+        return unknown_load(f"{len(ranks)} ranks listed, dp_size is {expected}")
     try:
         counts = [_old_rank(rank) if live else _rank(rank) for rank in ranks]
         stamps = _stamps(ranks)
@@ -29,6 +31,12 @@ def read_loads(answer: Any, dp_size: int, *, live: bool) -> LoadReading:
     running, waiting, tokens = (sum(column) for column in zip(*counts, strict=True))
     kind = LoadKind.BUSY if running or waiting or tokens else LoadKind.ZERO
     return LoadReading(kind=kind, running=running, waiting=waiting, tokens=tokens, stamps=stamps)
+
+
+def _distinct(ranks: list[dict[str, Any]]) -> int:
+    """How many different ranks are listed; those that do not say which they are count as different."""
+    named = [rank["dp_rank"] for rank in ranks if isinstance(rank.get("dp_rank"), int)]
+    return len(ranks) - len(named) + len(set(named))
 
 
 def _rank(rank: dict[str, Any]) -> tuple[int, int, int]:
@@ -56,9 +64,9 @@ def _section(rank: dict[str, Any], name: str) -> list[str]:
 
 
 def _count(source: dict[str, Any], key: str, *, required: bool = False) -> int:
-    value = source.get(key)
-    if value is None and not required:
+    if key not in source and not required:
         return 0
+    value = source.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise _NotACountError(f"{key} is {value!r}")
     return value
