@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
+import os
+import select
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from rolloutsync.transport.exchange import Exchange
 
+_LARGE_BYTES = 1 << 16  # a request body above this is sent in pieces
+_PIECE_BYTES = 1 << 14
 _current = threading.local()
 
 
@@ -40,24 +43,10 @@ class AnswerReader(http.client.HTTPResponse):
 
     def _read_one_status(self) -> tuple[str, int, str]:
         exchange = current_exchange()
-        try:
-            line: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]  # private, pinned by a test
-        except BaseException as error:
-            if exchange is not None:
-                exchange.answered |= self._saw_bytes(error)
-            raise
-        if exchange is not None:
+        if exchange is not None and self.fp.peek(1):  # blocks for the first bytes and leaves them where they are
             exchange.answered = True
+        line: tuple[str, int, str] = super()._read_status()  # type: ignore[misc]  # private, pinned by a test
         return line
-
-    def _saw_bytes(self, error: BaseException) -> bool:
-        if isinstance(error, http.client.RemoteDisconnected):
-            return False
-        if isinstance(error, http.client.HTTPException):
-            return True
-        with contextlib.suppress(OSError, ValueError):
-            return bool(self.fp.peek(1))  # what the buffer holds of a broken line
-        return False
 
 
 class _Tracked(HTTPConnection):
@@ -93,6 +82,7 @@ class _Tracked(HTTPConnection):
             return
         with exchange.connect_slot():
             try:
+                self.timeout = exchange.connect_timeout()  # anew: waiting for the slot took time
                 super().connect()
             except BaseException as error:
                 exchange.connect_error = error
@@ -113,7 +103,8 @@ class _Tracked(HTTPConnection):
         if exchange is None:
             return super().is_connected
         with self._guard:
-            idle = exchange.clock.monotonic() - self._idle_since
+            busy = self._owner is not None  # an exchange that has read its answer but not settled yet
+            idle = 0.0 if busy else exchange.clock.monotonic() - self._idle_since
             if self.sock is None or self._tainted or exchange.fresh or idle > exchange.idle_limit_s:
                 return False
             if not super().is_connected:
@@ -131,7 +122,31 @@ class _Tracked(HTTPConnection):
         if self.sock is not None:
             self.timeout = exchange.socket_timeout()  # not the connect timeout: a large body may take longer
         super().request(*args, **kwargs)
-        exchange.sent_at = exchange.clock.monotonic()
+        if not exchange.early:
+            exchange.sent_at = exchange.clock.monotonic()
+
+    def send(self, data: Any) -> None:
+        """Send bytes; a large body stops where the answer, or the end, comes before all of it is sent."""
+        exchange = current_exchange()
+        if exchange is None or not isinstance(data, bytes) or len(data) <= _LARGE_BYTES:
+            super().send(data)
+            return
+        if self.sock is None:
+            self.connect()
+        for start in range(0, len(data), _PIECE_BYTES):
+            if self._answers_already(exchange.socket_timeout()):
+                exchange.early = True
+                return
+            self.sock.sendall(data[start : start + _PIECE_BYTES])
+
+    def _answers_already(self, timeout_s: float | None) -> bool:
+        """Block until there is room to send or something to read; whether it is the latter."""
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN | select.POLLOUT)
+        events = poller.poll(None if timeout_s is None else timeout_s * 1000.0)
+        if not events:
+            raise TimeoutError("the request could not be sent in time")
+        return bool(events[0][1] & ~select.POLLOUT)
 
     def close(self) -> None:
         """Close the socket; its descriptor lives on until the exchange that uses it has ended."""
@@ -166,10 +181,15 @@ class _Tracked(HTTPConnection):
             return self.sock is not None
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited descriptor; no shutdown, which would end the parent's call."""
+        """In a forked child: close the inherited descriptor; no shutdown, which would end the parent's call.
+
+        Detached first: files that threads of the parent had open on it would keep it open here for ever.
+        """
         self._guard = threading.RLock()
         self._owner = None
-        self.close()
+        sock, self.sock = self.sock, None
+        if sock is not None and (descriptor := sock.detach()) >= 0:
+            os.close(descriptor)
 
 
 class TrackedHTTPConnection(_Tracked):

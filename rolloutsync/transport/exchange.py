@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _RACE_WINDOW_S = 1.0
 _SLOT_TICK_S = 0.25
+_LEAST_S = 0.001  # urllib3 refuses a timeout of zero
 _LOCAL_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
 
 
@@ -51,6 +52,7 @@ class Exchange:
         deadline: Deadline,
         fresh: bool,
         connects: threading.BoundedSemaphore,
+        connect_s: float,
         idle_limit_s: float,
     ) -> None:
         self.registry = registry
@@ -62,10 +64,13 @@ class Exchange:
         self.fresh = fresh
         self.idle_limit_s = idle_limit_s
         self._connects = connects
+        self._connect_s = connect_s
+        self.watched = True  # the registry's thread enforces the deadline
         self.connection: Any = None  # the TrackedConnection in use
         self.reused = False
         self.sent_at: float | None = None
         self.answered = False  # at least one byte of the answer was seen
+        self.early = False  # and that before the whole request was sent
         self.connect_error: BaseException | None = None
         self.reason: Cut | None = None
         self._guard = threading.Lock()  # guards: _socket, _pins, reason. Held across shutdown(2), which never blocks.
@@ -102,9 +107,17 @@ class Exchange:
         if self.reason is not None or self.deadline.expired:
             raise CutError(errno.ECANCELED, "cut while waiting to connect")
 
+    def connect_timeout(self) -> float:
+        """Seconds for a connect that begins now."""
+        return max(_LEAST_S, self.deadline.within(self._connect_s))
+
     def socket_timeout(self) -> float | None:
         """Per-call timeout for the socket: none on the data lane, where the registry enforces the whole deadline."""
-        return None if self.lane is Lane.DATA else max(0.001, self.deadline.within(86400.0))
+        return None if self.lane is Lane.DATA and self.watched else self.time_left()
+
+    def time_left(self) -> float:
+        """Seconds until the deadline, as a timeout: never zero."""
+        return max(_LEAST_S, self.deadline.within(86400.0))
 
     # --- from outside ---
 
@@ -149,6 +162,8 @@ class Exchange:
             return connect_phase(self.connect_error)
         if self.answered:
             return Phase.BODY
+        if self.reason is not None:
+            return Phase.SENT  # our own cut is never read as the keep-alive race
         lately = self.sent_at is None or self.clock.monotonic() - self.sent_at <= _RACE_WINDOW_S
         return Phase.RACE if self.reused and lately else Phase.SENT
 

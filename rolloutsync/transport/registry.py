@@ -43,9 +43,17 @@ class Registry:
             self._exchanges[id(exchange)] = exchange
             closed = self._closed
             if self._thread is None and not closed:
-                self._thread = start_thread(self._name, self._run)
+                self._thread = self._try_start()
+            exchange.watched = self._thread is not None
         if closed:
             exchange.cut(Cut.CLOSE)
+
+    def _try_start(self) -> threading.Thread | None:
+        """The thread; None where the system gives no more, and exchanges must time out by themselves."""
+        try:
+            return start_thread(self._name, self._run)
+        except RuntimeError:
+            return None
 
     def leave(self, exchange: Exchange) -> None:
         """An exchange has ended, well or not."""

@@ -75,9 +75,9 @@ class LaneAdapter(HTTPAdapter):
 def make_session(given: requests.Session | None, adapter: LaneAdapter) -> requests.Session:
     """The session to use. The user's is never changed.
 
-    None: our own, deaf to the environment (proxies, netrc). A plain ``requests.Session``: a twin of it that shares its
-    headers, auth, TLS settings, proxies and own adapters, with ours in place of the stock ones. A session of another
-    class: itself, as it is.
+    None: our own. A plain ``requests.Session``: a twin of it that shares its headers, auth, TLS settings, proxies and
+    own adapters, with ours in place of the stock ones. Both are deaf to the environment (proxies, netrc, whose logins
+    would replace the API key). A session of another class: itself, as it is.
     """
     if given is not None and type(given) is not requests.Session:
         return given
@@ -93,7 +93,7 @@ def make_session(given: requests.Session | None, adapter: LaneAdapter) -> reques
 
 
 def _copy_settings(source: requests.Session, target: requests.Session) -> None:
-    for name in ("headers", "auth", "params", "verify", "cert", "proxies", "hooks", "trust_env", "max_redirects"):
+    for name in ("headers", "auth", "params", "verify", "cert", "proxies", "hooks", "max_redirects"):
         setattr(target, name, getattr(source, name))
     for prefix, adapter in source.adapters.items():
         target.mount(prefix, adapter)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from rolloutsync.clock import Clock, Deadline
     from rolloutsync.config import Timeouts
 
-_CONNECTS_AT_ONCE = 64
-_LEAST_S = 0.001  # urllib3 refuses a timeout of zero
+_CONNECTS_AT_ONCE = {Lane.DATA: 56, Lane.CONTROL: 8}  # for each engine; a control call waits for no generate
 _FOREIGN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
 
@@ -79,7 +78,7 @@ class Transport:
         self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
         self._budget = BodyBudget(budget_bytes, clock)
         self._lock = threading.Lock()  # guards: _connects
-        self._connects: dict[str, threading.BoundedSemaphore] = {}
+        self._connects: dict[tuple[str, Lane], threading.BoundedSemaphore] = {}
 
     def exchange(
         self,
@@ -123,11 +122,13 @@ class Transport:
                 url,
                 data=body,
                 headers=dict(headers),
-                timeout=(max(_LEAST_S, deadline.within(self._timeouts.connect_s)), made.socket_timeout()),
+                timeout=self._timeouts_of(made, url),
                 allow_redirects=False,
                 stream=True,
             )
             reply = self._read(made, response)
+            if reply.status == 101:
+                made.discard()  # what follows on this socket is not HTTP
         except BaseException as error:
             made.discard()
             if isinstance(error, _FOREIGN):
@@ -139,9 +140,15 @@ class Transport:
             self._registry.leave(made)
         return reply
 
+    def _timeouts_of(self, made: Exchange, url: str) -> tuple[float, float | None]:
+        """(connect, read); an adapter that is not ours knows nothing of cuts, so its reads must end by themselves."""
+        ours = self._session.get_adapter(url) is self._adapter
+        return made.connect_timeout(), made.socket_timeout() if ours else made.time_left()
+
     def _make(self, lane: Lane, engine: str, deadline: Deadline, rid: str | None, *, fresh: bool) -> Exchange:
         with self._lock:
-            connects = self._connects.setdefault(engine, threading.BoundedSemaphore(_CONNECTS_AT_ONCE))
+            slots = threading.BoundedSemaphore(_CONNECTS_AT_ONCE[lane])
+            connects = self._connects.setdefault((engine, lane), slots)
         return Exchange(
             self._registry,
             self._clock,
@@ -151,6 +158,7 @@ class Transport:
             deadline=deadline,
             fresh=fresh,
             connects=connects,
+            connect_s=self._timeouts.connect_s,
             idle_limit_s=self._timeouts.idle_socket_s,
         )
 

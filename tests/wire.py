@@ -1,0 +1,363 @@
+"""A scripted loopback server for wire faults: each connection plays a list of steps that reads like the story it tells.
+
+    with WireServer([read_request, answer(b"one"), read_request, reset], [read_request, answer(b"two")]) as server:
+        ...
+
+The first connection plays the first script, and so on; the last script is for all that follow. A script that ends
+closes its socket. Nothing here sleeps for luck: what takes time waits on an event or on the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it came in, and on which connection."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    connection: int
+
+
+class Left(Exception):  # noqa: N818 - not an error: how a script ends early
+    """The client has gone; the script ends here."""
+
+
+@dataclass
+class Peer:
+    """One connection, in the hands of its script."""
+
+    server: WireServer
+    sock: socket.socket
+    number: int
+    received: bytes = b""
+    requests: list[Request] = field(default_factory=list)
+
+    def send(self, data: bytes) -> None:
+        try:
+            self.sock.sendall(data)
+        except OSError as error:
+            raise Left from error
+
+    def more(self) -> bool:
+        """Receives some bytes; False at the client's end."""
+        try:
+            data = self.sock.recv(1 << 16)
+        except OSError as error:
+            raise Left from error
+        self.received += data
+        return bool(data)
+
+    def take(self, size: int) -> bytes:
+        while len(self.received) < size:
+            if not self.more():
+                raise Left
+        data, self.received = self.received[:size], self.received[size:]
+        return data
+
+    def take_head(self) -> bytes:
+        while b"\r\n\r\n" not in self.received:
+            if not self.more():
+                raise Left
+        return self.take(self.received.index(b"\r\n\r\n") + 4)
+
+
+Step = Callable[[Peer], None]
+Script = Sequence[Step]
+
+
+class WireServer:
+    """Listens on a loopback port of its own; a context manager.
+
+    Args:
+        scripts: One per connection; the last one repeats.
+        backlog: Of the listen queue.
+        accepting: Connections are accepted only while it is set.
+        host: 127.0.0.1 or ::1.
+    """
+
+    def __init__(
+        self, *scripts: Script, backlog: int = 512, accepting: threading.Event | None = None, host: str = "127.0.0.1"
+    ) -> None:
+        self._scripts = scripts
+        self._accepting = accepting or _set_event()
+        self._listener = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
+        )
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        self.changed = threading.Condition()  # its lock guards: requests, accepted, ended, _peers
+        self.requests: list[Request] = []
+        self.accepted = 0
+        self.ended = 0
+        self.closing = threading.Event()
+        self._peers: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> WireServer:
+        self._start(self._accept)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def refuse(self) -> None:
+        """From now on connections are refused; those that are open go on."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def close(self) -> None:
+        self.closing.set()
+        self._accepting.set()
+        self.refuse()
+        with self.changed:
+            peers = list(self._peers)
+            self.changed.notify_all()
+        for sock in peers:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def await_requests(self, count: int, timeout: float = WAIT_S) -> None:
+        """Blocks until that many requests have come in whole."""
+        self._await(lambda: len(self.requests) >= count, f"{count} requests", timeout)
+
+    def await_ended(self, count: int, timeout: float = WAIT_S) -> None:
+        """Blocks until that many connections are closed on this side."""
+        self._await(lambda: self.ended >= count, f"{count} closed connections", timeout)
+
+    def _await(self, holds: Callable[[], bool], what: str, timeout: float) -> None:
+        with self.changed:
+            if not self.changed.wait_for(holds, timeout):
+                raise AssertionError(f"no {what}: {len(self.requests)} requests, {self.accepted} accepted")
+
+    def paths(self) -> list[str]:
+        with self.changed:
+            return [request.path for request in self.requests]
+
+    def _start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="wire", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            self._accepting.wait()
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            with self.changed:
+                number, self.accepted = self.accepted, self.accepted + 1
+                self._peers.append(sock)
+            self._start(_play(Peer(self, sock, number), self._scripts[min(number, len(self._scripts) - 1)]))
+
+    def saw(self, request: Request) -> None:
+        with self.changed:
+            self.requests.append(request)
+            self.changed.notify_all()
+
+    def forget(self, sock: socket.socket) -> None:
+        with self.changed:
+            self._peers.remove(sock)
+            self.ended += 1
+            self.changed.notify_all()
+
+
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def _play(peer: Peer, script: Script) -> Callable[[], None]:
+    def run() -> None:
+        with peer.sock, contextlib.suppress(Left):
+            for step in script:
+                step(peer)
+        peer.server.forget(peer.sock)
+
+    return run
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def read_request(peer: Peer) -> None:
+    """Reads a whole request; ends the script if the client leaves instead."""
+    head = peer.take_head().decode("latin-1").split("\r\n")
+    method, path, _ = head[0].split(" ", 2)
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+    body = peer.take(int(headers.get("content-length", "0")))
+    request = Request(method, path, headers, body, peer.number)
+    peer.requests.append(request)
+    peer.server.saw(request)
+
+
+def read_bytes(count: int) -> Step:
+    """Reads only so many bytes of a request."""
+
+    def step(peer: Peer) -> None:
+        peer.take(count)
+
+    return step
+
+
+def head_of(body: bytes, status: str = "200 OK", *headers: str, length: int | None = None) -> bytes:
+    """A header block; ``length`` lies about the body's."""
+    size = len(body) if length is None else length
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {size}", *headers]
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n"
+
+
+def answer(body: bytes = b"{}", status: str = "200 OK", *headers: str, length: int | None = None) -> Step:
+    """Answers, and keeps the connection."""
+    return send(head_of(body, status, *headers, length=length) + body)
+
+
+def send(data: bytes) -> Step:
+    """Sends these bytes, whatever they are."""
+    return lambda peer: peer.send(data)
+
+
+def answer_gzip(body: bytes) -> Step:
+    """Answers compressed."""
+    packed = gzip.compress(body)
+    return send(head_of(packed, "200 OK", "Content-Encoding: gzip") + packed)
+
+
+def answer_chunked(*chunks: bytes, last: bool = True) -> Step:
+    """Answers in chunks, with or without the one that ends the body."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    parts = [b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks]
+    return send(head + b"".join(parts) + (b"0\r\n\r\n" if last else b""))
+
+
+def answer_until_close(body: bytes) -> Step:
+    """Answers without a length: the end of the connection is the end of the body."""
+    return send(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+
+
+def truncated(body: bytes, at: int) -> Step:
+    """Promises the whole body and sends ``at`` bytes of it."""
+    return send(head_of(body) + body[:at])
+
+
+def interim(status: str) -> Step:
+    """Sends an informational answer."""
+    return send(f"HTTP/1.1 {status}\r\nLink: </style.css>\r\n\r\n".encode())
+
+
+def drip(data: bytes, every_s: float) -> Step:
+    """Sends one byte at a time, for as long as the client listens."""
+
+    def step(peer: Peer) -> None:
+        for at in range(len(data)):
+            peer.send(data[at : at + 1])
+            if peer.server.closing.wait(every_s):
+                raise Left
+
+    return step
+
+
+def silence(peer: Peer) -> None:
+    """Says nothing more until the client leaves."""
+    while peer.more():
+        pass
+    raise Left
+
+
+def reset(peer: Peer) -> None:
+    """Resets the connection."""
+    peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raise Left
+
+
+def close(peer: Peer) -> None:
+    """Closes the connection in good order."""
+    raise Left
+
+
+def wait_for(event: threading.Event, timeout: float = WAIT_S) -> Step:
+    """Waits until a test says so."""
+
+    def step(peer: Peer) -> None:
+        if not event.wait(timeout) or peer.server.closing.is_set():
+            raise Left
+
+    return step
+
+
+def tell(event: threading.Event) -> Step:
+    """Tells a test that the story has come this far."""
+    return lambda peer: event.set()
+
+
+def serve(handle: Callable[[Request], bytes]) -> Step:
+    """Answers every request on this connection with the bytes that ``handle`` gives; none means: close."""
+
+    def step(peer: Peer) -> None:
+        while True:
+            read_request(peer)
+            reply = handle(peer.requests[-1])
+            if not reply:
+                raise Left
+            peer.send(reply)
+
+    return step
+
+
+def play(choose: Callable[[Request], Script]) -> Step:
+    """After every request on this connection plays the steps that ``choose`` gives for it."""
+
+    def step(peer: Peer) -> None:
+        while True:
+            read_request(peer)
+            for inner in choose(peer.requests[-1]):
+                inner(peer)
+
+    return step
+
+
+# --- what the kernel knows --------------------------------------------------------------------------------------------
+
+_STATES = {"01": "ESTABLISHED", "02": "SYN_SENT", "06": "TIME_WAIT", "08": "CLOSE_WAIT", "0A": "LISTEN"}
+
+
+def client_states(port: int) -> list[str]:
+    """TCP states of the client ends of all connections to a loopback port."""
+    return sorted(state for remote, state in _tcp_table() if remote == port and state not in {"TIME_WAIT", "LISTEN"})
+
+
+def _tcp_table() -> Iterator[tuple[int, str]]:
+    with open("/proc/net/tcp", encoding="ascii") as table:  # noqa: PTH123
+        for line in table.readlines()[1:]:
+            _, _, remote, state = line.split()[:4]
+            yield int(remote.rpartition(":")[2], 16), _STATES.get(state, state)
+
+
+def eventually(holds: Callable[[], bool], what: str, timeout: float = WAIT_S) -> None:
+    """Polls an observable until it holds; fails at the deadline."""
+    deadline = time.monotonic() + timeout
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not so within {timeout:g} s")
+        time.sleep(0.01)
