@@ -1,0 +1,1 @@
+"""Tests of the pure and low-floor modules."""
