@@ -31,8 +31,39 @@ def set_current_exchange(exchange: Exchange | None) -> None:
     _current.exchange = exchange
 
 
+class _Lines:
+    """Hands lines on from a file, and remembers the last."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.last = b""
+
+    def readline(self, limit: int = -1) -> bytes:
+        """The next line."""
+        self.last = self.file.readline(limit)
+        return self.last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
 class AnswerReader(http.client.HTTPResponse):
-    """Skips interim answers (102 to 199; http.client skips only 100) and tells when the first byte has come."""
+    """Skips interim answers (102 to 199; http.client skips only 100) and tells when the first byte has come.
+
+    A header block that breaks off is an error; http.client takes the end of the connection for the end of the headers.
+    """
+
+    def begin(self) -> None:
+        """Read the status line and the headers."""
+        lines = _Lines(self.fp)
+        self.fp = lines  # type: ignore[assignment]  # for as long as the head is read
+        try:
+            super().begin()
+        finally:
+            if self.fp is lines:  # not closed meanwhile
+                self.fp = lines.file
+        if lines.last not in {b"\r\n", b"\n"}:
+            raise http.client.IncompleteRead(lines.last)
 
     def _read_status(self) -> tuple[str, int, str]:
         while True:
@@ -80,13 +111,13 @@ class _Tracked(HTTPConnection):
         if exchange is None:
             super().connect()
             return
-        with exchange.connect_slot():
-            try:
+        try:
+            with exchange.connect_slot():
                 self.timeout = exchange.connect_timeout()  # anew: waiting for the slot took time
                 super().connect()
-            except BaseException as error:
-                exchange.connect_error = error
-                raise
+        except BaseException as error:
+            exchange.connect_error = error
+            raise
         self._own(exchange)
 
     def _own(self, exchange: Exchange) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
+
+from rolloutsync.errors import Cut
+from rolloutsync.transport import Lane
 from tests.transport.kit import CLOCK, Caller, in_thread
 from tests.wire import (
     WireServer,
@@ -27,9 +29,6 @@ from tests.wire import (
     tell,
     wait_for,
 )
-
-from rolloutsync.errors import Cut, Phase
-from rolloutsync.transport import Lane
 
 MakeCaller = Callable[..., Caller]
 
@@ -219,10 +218,7 @@ def test_an_early_answer_is_used_and_its_socket_dropped(call_to: MakeCaller) -> 
     story = [read_bytes(4096), answer(words, "413 Payload Too Large"), close]
     with WireServer(story, [read_request, answer(b"small")]) as server:
         caller = call_to(server.url)
-        try:
-            assert caller.full(b"x" * (9 << 20)) == (413, words)
-        except Exception as error:  # noqa: BLE001 - a reset may overtake the answer; then it must be told as such
-            assert getattr(error, "phase", None) in {Phase.SENT, Phase.BODY}
+        assert caller.full(b"x" * (9 << 20)) == (413, words)
         assert caller.post(b"x") == b"small"
         assert server.accepted == 2
 
@@ -240,14 +236,9 @@ def test_an_early_answer_that_keeps_the_socket_does_not_get_it_used_again(call_t
 def test_more_bytes_than_promised_are_not_the_next_answer(call_to: MakeCaller) -> None:
     """A body longer than its Content-Length never becomes the head of the next call's answer."""
     ready = threading.Event()
-    story = [read_request, answer(b"four", length=2), tell(ready), silence]
-    with WireServer(story, [read_request, answer(b"next")], [read_request, answer(b"next")]) as server:
+    second = [read_request, answer(b"next")]
+    with WireServer([read_request, answer(b"four", length=2), tell(ready), *second], second) as server:
         caller = call_to(server.url)
         assert caller.post() == b"fo"
         assert ready.wait(5.0)
-        started = time.monotonic()
-        try:
-            assert caller.post(seconds=2.0) == b"next"
-        except Exception as error:  # noqa: BLE001 - its bytes were swallowed together with the answer's: a silent socket
-            assert getattr(error, "cut", None) is Cut.DEADLINE
-            assert time.monotonic() - started < 3.0
+        assert caller.post() == b"next"
