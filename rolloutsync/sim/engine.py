@@ -23,6 +23,7 @@ from rolloutsync.sim.request import SimRequest
 from rolloutsync.sim.sampling import Sampling
 from rolloutsync.sim.scheduler import Scheduler
 from rolloutsync.sim.stream import TokenStream, model_of
+from rolloutsync.sim.weights import Weights
 
 ABORT_ONCE_SINCE = (0, 5, 20)
 DEATH_CODE = 17
@@ -44,6 +45,7 @@ class Engine:
         self.model = model_of(config.vocab_size, config.mean_output_tokens)
         self.answers = Answers(config, self.model)
         self.scheduler = Scheduler(config, clock)
+        self.weights = Weights()
         self.faults = FaultBook(self.freeze, self.thaw)
         self.ledger = Ledger()
         self.live: dict[str, Live] = {}
@@ -87,6 +89,15 @@ class Engine:
         if at is not None:
             delay = max(0.0, at - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay, self.tick)
+
+    def start_over(self) -> None:
+        """Forgets what the control plane was told, as after a start; only while nothing is in flight."""
+        self.scheduler.advance()
+        self.scheduler.change_weights(self.config.weight_version)
+        self.scheduler.flush()
+        self.weights = Weights()
+        self.groups.clear()
+        self.released = self.session_open = False
 
     # Generations
 

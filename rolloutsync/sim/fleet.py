@@ -200,7 +200,7 @@ class SimEngine:
         return answer
 
     def reset(self) -> None:
-        """Forgets what has ended and clears the faults."""
+        """Forgets what has ended and clears the faults; an idle engine is as new."""
         self.call("POST", "/sim/reset")
 
     def add_fault(self, fault: Fault) -> int:

@@ -87,7 +87,7 @@ def check(job: Job, config: SimConfig) -> Sampling:
         raise value_error(_too_long(size, wanted, config.context_length))
     _check_extras(job, config)
     try:
-        parsed = sampling_params.parse(job.params)
+        parsed = sampling_params.parse(job.params, modern=config.release >= START_LEN_SINCE)
     except ValueError as error:
         raise value_error(str(error)) from error
     except TypeError as error:

@@ -24,8 +24,11 @@ class Record:
     _tokens: int = 0
 
     def close(self) -> None:
-        """Keeps what is to be told and lets go of the request."""
-        self._state, self._tokens = self.state(), self.request.count if self.request else self._tokens
+        """Keeps what is to be told and lets go of the request; one that never came to be was refused."""
+        if self.request is None:
+            self._state = "refused"
+            return
+        self._state, self._tokens = self.state(), self.request.count
         self.request = None
 
     def state(self) -> str:

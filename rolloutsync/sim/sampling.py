@@ -67,14 +67,18 @@ def contract_error(key: str) -> str:
     return f"unknown field `{key}`, expected one of {', '.join(f'`{known}`' for known in KEYS)}"
 
 
-def parse(params: Mapping[str, Any]) -> Sampling:
+def parse(params: Mapping[str, Any], *, modern: bool = True) -> Sampling:
     """Makes `Sampling` of a request's parameters.
+
+    Args:
+        params: As they came.
+        modern: Whether to refuse in the words of newer versions.
 
     Raises:
         ValueError: In the engine's own words, where a value is out of range.
     """
     given = {key: value for key, value in params.items() if value is not None}
-    _check_ranges(given)
+    _check_ranges(given, modern=modern)
     sampling = Sampling(
         max_new_tokens=given.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS),
         min_new_tokens=given.get("min_new_tokens", 0),
@@ -94,10 +98,11 @@ def _strings(value: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _check_ranges(given: Mapping[str, Any]) -> None:
+def _check_ranges(given: Mapping[str, Any], *, modern: bool) -> None:
     temperature = given.get("temperature", 1.0)
     if not math.isfinite(temperature) or temperature < 0:
-        raise ValueError(f"temperature must be a non-negative finite number, got {temperature}.")
+        wanted = "a non-negative finite number" if modern else "non-negative"
+        raise ValueError(f"temperature must be {wanted}, got {temperature}.")
     top_p, top_k = given.get("top_p", 1.0), given.get("top_k", -1)
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}.")

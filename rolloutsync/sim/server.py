@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rolloutsync.sim import controls, infos, loadviews, simroutes, weights
+from rolloutsync.sim import controls, infos, loadviews, simroutes, weightroutes
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.engine import Engine
 from rolloutsync.sim.generate import GenerateEndpoint
@@ -106,16 +106,15 @@ def _add_controls(table: Table) -> None:
 
 
 def _add_weights(table: Table) -> None:
-    routes = weights.WeightRoutes()
-    table.add("/update_weights_from_disk", routes.from_disk, POST, guarded=True)
-    table.add("/update_weights_from_tensor", routes.from_tensor, POST, guarded=True)
-    table.add("/update_weights_from_distributed", routes.from_distributed, POST, guarded=True)
-    table.add("/weights_checker", routes.checker, BOTH, guarded=True)
-    table.add("/begin_weight_update", weights.begin, POST, since=weights.SESSION_SINCE, guarded=True)
-    table.add("/end_weight_update", weights.end, POST, since=weights.SESSION_SINCE, guarded=True)
-    table.add("/init_weights_update_group", weights.init_group, POST, guarded=True)
-    table.add("/destroy_weights_update_group", weights.destroy_group, POST, since=(0, 5, 4), guarded=True)
-    table.add("/update_weight_version", weights.set_version, POST, since=(0, 5, 1), guarded=True)
+    table.add("/update_weights_from_disk", weightroutes.from_disk, POST, guarded=True)
+    table.add("/update_weights_from_tensor", weightroutes.from_tensor, POST, guarded=True)
+    table.add("/update_weights_from_distributed", weightroutes.from_distributed, POST, guarded=True)
+    table.add("/weights_checker", weightroutes.checker, BOTH, guarded=True)
+    table.add("/begin_weight_update", weightroutes.begin, POST, since=weightroutes.SESSION_SINCE, guarded=True)
+    table.add("/end_weight_update", weightroutes.end, POST, since=weightroutes.SESSION_SINCE, guarded=True)
+    table.add("/init_weights_update_group", weightroutes.init_group, POST, guarded=True)
+    table.add("/destroy_weights_update_group", weightroutes.destroy_group, POST, since=(0, 5, 4), guarded=True)
+    table.add("/update_weight_version", weightroutes.set_version, POST, since=(0, 5, 1), guarded=True)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

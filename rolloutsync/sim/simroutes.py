@@ -49,9 +49,12 @@ def snapshot(engine: Engine) -> dict[str, Any]:
 
 
 async def reset(engine: Engine, _: Request) -> Response:
-    """Answers `/sim/reset`: forgets what has ended, keeps what still runs, and clears the faults."""
+    """Answers `/sim/reset`: forgets what has ended and clears the faults; an idle engine is as new."""
     live: list[Record] = [live.record for live in engine.live.values()]
     engine.faults.clear()
+    engine.healthy = True
+    if not live:
+        engine.start_over()
     engine.ledger = Ledger(busy_before=sum(rank.busy_s for rank in engine.scheduler.ranks))
     engine.ledger.records.extend(live)
     for rank in engine.scheduler.ranks:

@@ -116,7 +116,7 @@ class TokenStream:
 
     def change_weights(self, version: str, count: int) -> None:
         """Lets everything behind the first `count` tokens come from other weights."""
-        del self.tokens[count:]
+        self.cut(count)
         self.stop = None
         self._state = tokens.context_hash(self.tokens, self.prompt_hash)
         self._key = tokens.stream_key(self._seed, version)
