@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
 GIB = 1 << 30
+_MOST = 1e9  # seconds, 31 years; sockets and locks refuse much longer waits
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -17,11 +17,11 @@ def _require(ok: bool, field: str, value: Any, rule: str) -> None:
 
 
 def check_number(field: str, value: Any, *, least: float = 0.0, open_end: bool = False) -> None:
-    """Raise unless ``value`` is a finite real number of at least (``open_end``: above) ``least``."""
+    """Raise unless ``value`` is a number of at least (``open_end``: above) ``least`` that a wait can take."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{field} must be a number, got {value!r}")
-    rule = f"a finite number {'above' if open_end else 'of at least'} {least:g}"
-    _require(math.isfinite(value) and (value > least if open_end else value >= least), field, value, rule)
+    rule = f"a finite number {'above' if open_end else 'of at least'} {least:g} and at most {_MOST:g}"
+    _require((value > least if open_end else value >= least) and value <= _MOST, field, value, rule)
 
 
 def check_count(field: str, value: Any, *, least: int = 1) -> None:

@@ -1,0 +1,198 @@
+"""The house: who may import whom, who may import what, and how large a module may grow."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rolloutsync
+
+_ROOT = Path(rolloutsync.__file__).parent
+_PACKAGES = ("dialects", "transport")  # each counts as one module
+_FLOORS = {
+    "errors": 0,
+    "clock": 1,
+    "config": 1,
+    "sample": 1,
+    "payload": 1,
+    "threads": 1,
+    "dialects": 2,
+    "transport": 2,
+    "retry": 2,
+    "order": 2,
+    "progress": 2,
+    "engine": 3,
+    "batch": 3,
+    "proof": 3,
+    "gate": 3,
+    "slot": 3,
+    "ledger": 3,
+    "admission": 3,
+    "fleet": 4,
+    "sweep": 4,
+    "idle": 5,
+    "health": 5,
+    "rollout": 5,
+    "controls": 5,
+    "workers": 6,
+    "jobs": 6,
+    "core": 7,
+    "client": 8,
+    "__init__": 9,
+    "cli": 9,
+}
+_HEAVY = {"torch", "ray", "sglang", "vllm", "uvicorn", "starlette", "matplotlib", "typer", "rich", "asyncio"}
+_LINES = 400
+
+
+def _sources() -> dict[str, list[Path]]:
+    """Module, or package that counts as one, and its files; without the simulated engine."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(_ROOT.rglob("*.py")):
+        top = path.relative_to(_ROOT).parts[0].removesuffix(".py")
+        if top != "sim":
+            found.setdefault(top, []).append(path)
+    return found
+
+
+def _imports(path: Path) -> list[tuple[str, bool, bool]]:
+    """(imported module, for annotations alone, inside a function) for each import in a file."""
+    found: list[tuple[str, bool, bool]] = []
+
+    def visit(node: ast.AST, typing_only: bool, nested: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            names = [alias.name for alias in child.names] if isinstance(child, ast.Import) else []
+            if isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                base = str(child.module)
+                names = [f"{base}.{alias.name}" for alias in child.names] if base == "rolloutsync" else [base]
+            found.extend((name, typing_only, nested) for name in names)
+            guard = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            visit(child, typing_only or guard, nested or inside)
+
+    visit(ast.parse(path.read_text()), False, False)
+    return found
+
+
+def _every_import() -> list[tuple[str, str, bool, bool]]:
+    return [
+        (module, name, typing_only, nested)
+        for module, paths in _sources().items()
+        for path in paths
+        for name, typing_only, nested in _imports(path)
+    ]
+
+
+def test_every_module_has_a_floor() -> None:
+    """A new module must say where it lives."""
+    assert set(_sources()) == set(_FLOORS)
+
+
+def test_modules_import_only_from_floors_below() -> None:
+    """At run time strictly from below; names for annotations may also come from the same floor, never from above."""
+    wrong = []
+    for module, name, typing_only, _ in _every_import():
+        parts = name.split(".")
+        target = parts[1] if parts[0] == "rolloutsync" and len(parts) > 1 else None
+        if target in {None, "sim"} or target == module:
+            continue
+        allowed = _FLOORS[module] - (0 if typing_only else 1)
+        if _FLOORS[str(target)] > allowed:
+            wrong.append(f"{module} ({_FLOORS[module]}) imports {target} ({_FLOORS[str(target)]})")
+    assert not wrong
+
+
+def test_only_the_clock_knows_the_time() -> None:
+    """Everything else is handed a clock."""
+    users = {module for module, name, _, _ in _every_import() if name.split(".")[0] in {"time", "datetime", "sched"}}
+    assert users == {"clock"}
+
+
+def test_only_the_transport_knows_the_http_library() -> None:
+    """Others may name its types in annotations."""
+    names = {"requests", "urllib3", "http", "socket", "httpx", "aiohttp"}
+    users = {module for module, name, typing_only, _ in _every_import() if name.split(".")[0] in names and not typing_only}
+    assert users == {"transport"}
+
+
+def test_the_core_imports_nothing_heavy() -> None:
+    """The command line alone may, and inside its functions."""
+    wrong = [
+        (module, name)
+        for module, name, typing_only, nested in _every_import()
+        if name.split(".")[0] in _HEAVY and not typing_only and module != "cli" and not nested
+    ]
+    assert not wrong
+
+
+def test_client_and_simulated_engine_know_nothing_of_each_other() -> None:
+    """The simulated engine is an oracle: code shared with the client would hide the client's errors."""
+    into = [
+        (module, nested)
+        for module, name, _, nested in _every_import()
+        if name.startswith("rolloutsync.sim")
+    ]
+    assert all(module == "cli" and nested for module, nested in into)
+    outward = {
+        name
+        for path in (_ROOT / "sim").rglob("*.py")
+        for name, _, _ in _imports(path)
+        if name.startswith("rolloutsync") and not name.startswith("rolloutsync.sim")
+    }
+    assert not outward
+
+
+def test_no_module_is_long() -> None:
+    """One module, one noun."""
+    lengths = {str(path.relative_to(_ROOT)): len(path.read_text().splitlines()) for path in _ROOT.rglob("*.py")}
+    assert {name: count for name, count in lengths.items() if count >= _LINES} == {}
+
+
+def test_what_is_exported_is_what_is_public() -> None:
+    """``__all__`` is sorted, complete, and everything in it exists."""
+    tree = ast.parse((_ROOT / "__init__.py").read_text())
+    imported = {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert rolloutsync.__all__ == sorted(rolloutsync.__all__)
+    assert set(rolloutsync.__all__) == imported
+    assert all(hasattr(rolloutsync, name) for name in rolloutsync.__all__)
+
+
+def test_the_package_is_typed() -> None:
+    """Without the marker type checkers would ignore our hints."""
+    assert (_ROOT / "py.typed").is_file()
+
+
+def test_importing_is_quick_and_light() -> None:
+    """Measured by the interpreter itself; the best of three, since another process may be in the way."""
+    assert min(_import_seconds() for _ in range(3)) < _QUICK_S
+
+
+def _import_seconds() -> float:
+    code = f"import rolloutsync, sys; assert not {_HEAVY!r} & set(sys.modules), set(sys.modules)"
+    command = [sys.executable, "-X", "importtime", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=_ROOT.parent, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    line = next(line for line in done.stderr.splitlines() if line.split("|")[-1].strip() == "rolloutsync")
+    return int(line.split("|")[1]) / 1e6
+
+
+_QUICK_S = 0.3
+
+
+@pytest.mark.parametrize("package", _PACKAGES)
+def test_packages_hide_their_parts(package: str) -> None:
+    """What others import from the transport is what it exports; a dialect's modules are its own business."""
+    exported = {f"rolloutsync.{package}", "rolloutsync.dialects.base", "rolloutsync.dialects.sglang"}
+    reached = {
+        name
+        for module, name, _, _ in _every_import()
+        if name.startswith(f"rolloutsync.{package}") and module not in {package, "cli"}
+    }
+    assert reached <= exported
