@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import requests
 
+from rolloutsync.sim import SimFleet
+
 from .kit import Kit, KitError, ensure
 from .launch import RealEngine, start_all, stop_all
 from .network import Namespace
@@ -146,8 +148,6 @@ def real_moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="session")
 def sim_llama() -> Iterator[Sequence[str]]:
     """Two simulated dense engines, shared by the session."""
-    from rolloutsync.sim import SimFleet
-
     with SimFleet(engines=LLAMA_ENGINES, **SIM_LLAMA) as fleet:
         yield fleet
 
@@ -155,8 +155,6 @@ def sim_llama() -> Iterator[Sequence[str]]:
 @pytest.fixture(scope="session")
 def sim_moe() -> Iterator[Sequence[str]]:
     """One simulated engine with routed experts, shared by the session."""
-    from rolloutsync.sim import SimFleet
-
     with SimFleet(engines=1, **SIM_MOE) as fleet:
         yield fleet
 

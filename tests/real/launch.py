@@ -66,6 +66,7 @@ class RealEngine:
         self._started = 0.0
         self._session = requests.Session()
         self._session.trust_env = False
+        self._session.headers["Connection"] = "close"  # no socket stays behind between two calls
 
     @property
     def pid(self) -> int:

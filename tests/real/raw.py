@@ -39,6 +39,7 @@ class RawEngine:
     def _send(self, method: str, path: str, body: object = None) -> requests.Response:
         with requests.Session() as session:
             session.trust_env = False
+            session.headers["Connection"] = "close"  # a kept response keeps its pool, and with it the socket
             return session.request(method, f"{self.url}{path}", json=body, timeout=60)
 
     def begin(

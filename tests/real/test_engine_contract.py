@@ -15,10 +15,9 @@ import requests
 from .launch import RealEngine
 from .raw import WAIT_S, RawEngine, raw_engines
 
-SLOW_S = 0.05
+SLOW_S = 0.02
 CRAWL_S = 0.5
 CHUNK = 256
-LONG_PROMPT = [10 + n % 400 for n in range(6 * CHUNK)]
 RUNNING_LIMIT = 4
 LAYERS = 2
 TOP_K = 2
@@ -38,6 +37,11 @@ def moe(moe_urls: Sequence[str]) -> Iterator[RawEngine]:
     """The engine with experts."""
     with raw_engines(moe_urls) as engines:
         yield engines[0]
+
+
+def long_prompt(first: int) -> list[int]:
+    """Six chunks of prefill; prompts with different first tokens share no cache."""
+    return [first + n % 400 for n in range(6 * CHUNK)]
 
 
 def answered(call: Any) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def test_a_request_aborted_in_its_prefill_answers_like_a_waiting_one(engine: Raw
     """Before the first token there is nothing to give back."""
     engine.slow_down(CRAWL_S)
     rid = uuid4().hex
-    call = engine.begin(rid, ids=LONG_PROMPT, tokens=1)
+    call = engine.begin(rid, ids=long_prompt(10), tokens=1)
     engine.await_load(lambda load: bool(load["num_used_tokens"]), "tokens of the prefill")
     engine.abort(rid)
     body = answered(call)
@@ -227,12 +231,10 @@ def standing_still(engine: RawEngine, for_s: float) -> bool:
 
 
 def test_a_request_in_prefill_shows_in_the_token_counts_alone(engine: RawEngine) -> None:
-    """Between two chunks a request is in no queue: nothing runs and nothing waits, but tokens are in use."""
+    """A request that is being prefilled is in no queue: nothing runs and nothing waits, but tokens are in use."""
     engine.slow_down(CRAWL_S)
-    call = engine.begin(ids=LONG_PROMPT, tokens=1)
-    load = engine.await_load(
-        lambda load: bool(load["num_used_tokens"] >= CHUNK and load["num_waiting_uncached_tokens"]), "a chunked prefill"
-    )
+    call = engine.begin(ids=long_prompt(20), tokens=1)
+    load = engine.await_load(lambda load: bool(load["num_used_tokens"] >= CHUNK), "a prefill")
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
     engine.slow_down(0)
     assert finish(answered(call))["type"] == "length"
@@ -264,7 +266,7 @@ def test_a_request_sent_during_a_pause_cannot_be_aborted_and_runs_afterwards(eng
 def test_a_request_held_in_place_goes_on_where_it_was(engine: RawEngine) -> None:
     """An in-place pause neither ends nor restarts a running request."""
     engine.slow_down(SLOW_S)
-    call = engine.begin(tokens=40)
+    call = engine.begin(tokens=200)
     engine.await_counts(running=1)
     engine.pause("in_place")
     assert standing_still(engine, for_s=1.5) is True
@@ -272,8 +274,42 @@ def test_a_request_held_in_place_goes_on_where_it_was(engine: RawEngine) -> None
     engine.slow_down(0)
     engine.resume()
     body = answered(call)
-    assert finish(body) == {"type": "length", "length": 40}
-    assert len(body["output_ids"]) == 40
+    assert finish(body) == {"type": "length", "length": 200}
+    assert len(body["output_ids"]) == 200
+
+
+def test_an_abort_under_an_in_place_pause_is_answered_at_once_for_waiting_and_later_for_running(
+    engine: RawEngine,
+) -> None:
+    """Waiting requests end in the pause; running ones are marked and end after it, with the tokens they had."""
+    engine.slow_down(SLOW_S)
+    running = [engine.begin() for _ in range(RUNNING_LIMIT)]
+    engine.await_counts(running=RUNNING_LIMIT)
+    waiting = engine.begin()
+    engine.await_counts(running=RUNNING_LIMIT, waiting=1)
+    engine.pause("in_place")
+    engine.abort_all()
+    assert finish(answered(waiting)) == {"type": "abort", "message": "Abort in waiting queue"}
+    assert not any(call.done() for call in running)
+    engine.resume()
+    bodies = [answered(call) for call in running]
+    assert {finish(body)["message"] for body in bodies} == {"Aborted"}
+    assert all(0 < len(body["output_ids"]) < 1500 for body in bodies)
+
+
+def test_an_abort_under_a_retract_pause_gives_back_only_whole_fifties(engine: RawEngine) -> None:
+    """A retracted request waits again: what its scheduler had not told the front end yet, every 50 tokens, is lost."""
+    engine.slow_down(SLOW_S / 2)
+    call = engine.begin()
+    engine.await_load(lambda load: bool(load["num_total_tokens"] > 60), "sixty tokens")
+    engine.pause("retract")
+    engine.abort_all()
+    body = answered(call)
+    meta = body["meta_info"]
+    assert finish(body) == {"type": "abort", "message": "Abort in waiting queue"}
+    assert len(body["output_ids"]) == meta["completion_tokens"] == len(meta["output_token_logprobs"])
+    assert len(body["output_ids"]) in range(50, 1500, 50)
+    assert "prompt_tokens" not in meta
 
 
 def test_a_pause_in_abort_mode_returns_after_everything_was_answered(engine: RawEngine) -> None:
@@ -302,15 +338,15 @@ def test_flush_is_refused_while_a_request_runs(engine: RawEngine) -> None:
 def test_flush_is_granted_while_a_request_is_retracted(engine: RawEngine) -> None:
     """A retract pause gives the cache back; the request starts over afterwards and loses nothing."""
     engine.slow_down(SLOW_S)
-    call = engine.begin(tokens=30)
+    call = engine.begin(tokens=200)
     engine.await_counts(running=1)
     engine.pause("retract")
     assert engine.post("/flush_cache").status_code == 200
     engine.slow_down(0)
     engine.resume()
     body = answered(call)
-    assert finish(body) == {"type": "length", "length": 30}
-    assert len(body["output_ids"]) == len(body["meta_info"]["output_token_logprobs"]) == 30
+    assert finish(body) == {"type": "length", "length": 200}
+    assert len(body["output_ids"]) == len(body["meta_info"]["output_token_logprobs"]) == 200
 
 
 def test_new_weights_under_an_in_place_pause_split_the_output_into_spans(
@@ -319,7 +355,7 @@ def test_new_weights_under_an_in_place_pause_split_the_output_into_spans(
     """Each span says which version made which tokens, and /model_info tells the new one."""
     engine.slow_down(SLOW_S)
     before = engine.get("/model_info").json()["weight_version"]
-    call = engine.begin(tokens=40)
+    call = engine.begin(tokens=200)
     engine.await_counts(running=1)
     engine.pause("in_place")
     load_weights(engine, checkpoints[1], "contract-2")
@@ -327,7 +363,7 @@ def test_new_weights_under_an_in_place_pause_split_the_output_into_spans(
     engine.resume()
     spans = answered(call)["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == [before, "contract-2"]
-    assert [spans[0]["start"], spans[1]["end"]] == [0, 40]
+    assert [spans[0]["start"], spans[1]["end"]] == [0, 200]
     assert spans[0]["end"] == spans[1]["start"]
     assert engine.get("/model_info").json()["weight_version"] == "contract-2"
     load_weights(engine, checkpoints[0], before)
