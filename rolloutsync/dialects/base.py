@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rolloutsync.sample import Prompt, Segment
+
+_LEADING_DIGITS = re.compile(r"\d{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +198,11 @@ def positive(value: Any) -> int | None:
 
 
 def version_tuple(version: str | None) -> tuple[int, ...]:
-    """``"0.5.10.post2"`` as (0, 5, 10); empty where unknown, which sorts before every version."""
+    """``"0.5.10.post2"`` and ``"0.5.10rc1"`` as (0, 5, 10); empty where unknown, which sorts before every version."""
     numbers: list[int] = []
     for part in (version or "").split(".")[:3]:
-        digits = "".join(char for char in part if char.isdigit()) if part[:1].isdigit() else ""
-        if not digits:
+        digits = _LEADING_DIGITS.match(part)
+        if digits is None:
             break
-        numbers.append(int(digits))
+        numbers.append(int(digits[0]))
     return tuple(numbers)
