@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -88,10 +89,16 @@ class WireServer:
         backlog: Of the listen queue.
         accepting: Connections are accepted only while it is set.
         host: 127.0.0.1 or ::1.
+        tls: Speak TLS.
     """
 
     def __init__(
-        self, *scripts: Script, backlog: int = 512, accepting: threading.Event | None = None, host: str = "127.0.0.1"
+        self,
+        *scripts: Script,
+        backlog: int = 512,
+        accepting: threading.Event | None = None,
+        host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._scripts = scripts
         self._accepting = accepting or _set_event()
@@ -99,7 +106,9 @@ class WireServer:
             (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
         )
         self.port: int = self._listener.getsockname()[1]
-        self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        self.tls = tls
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
         self.changed = threading.Condition()  # its lock guards: requests, accepted, ended, _peers
         self.requests: list[Request] = []
         self.accepted = 0
@@ -190,10 +199,14 @@ def _set_event() -> threading.Event:
 
 def _play(peer: Peer, script: Script) -> Callable[[], None]:
     def run() -> None:
-        with peer.sock, contextlib.suppress(Left):
-            for step in script:
-                step(peer)
-        peer.server.forget(peer.sock)
+        plain = peer.sock
+        with plain, contextlib.suppress(Left, ssl.SSLError):
+            if peer.server.tls is not None:
+                peer.sock = peer.server.tls.wrap_socket(plain, server_side=True)
+            with peer.sock:
+                for step in script:
+                    step(peer)
+        peer.server.forget(plain)
 
     return run
 

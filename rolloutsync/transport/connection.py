@@ -55,12 +55,12 @@ class AnswerReader(http.client.HTTPResponse):
 
     def begin(self) -> None:
         """Read the status line and the headers."""
-        lines = _Lines(self.fp)
-        self.fp = lines  # type: ignore[assignment]  # for as long as the head is read
+        lines: Any = _Lines(self.fp)
+        self.fp = lines  # for as long as the head is read
         try:
             super().begin()
         finally:
-            if self.fp is lines:  # not closed meanwhile
+            if self.fp is not None:  # not closed meanwhile
                 self.fp = lines.file
         if lines.last not in {b"\r\n", b"\n"}:
             raise http.client.IncompleteRead(lines.last)
@@ -93,6 +93,7 @@ class _Tracked(HTTPConnection):
     """
 
     response_class = AnswerReader
+    _speaks_tls = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -157,13 +158,14 @@ class _Tracked(HTTPConnection):
             exchange.sent_at = exchange.clock.monotonic()
 
     def send(self, data: Any) -> None:
-        """Send bytes; a large body stops where the answer, or the end, comes before all of it is sent."""
+        """Send bytes; a large body stops where the answer, or the end, comes before all of it is sent.
+
+        Not so over TLS, where what can be read may be the protocol's own.
+        """
         exchange = current_exchange()
-        if exchange is None or not isinstance(data, bytes) or len(data) <= _LARGE_BYTES:
+        if exchange is None or self._speaks_tls or not isinstance(data, bytes) or len(data) <= _LARGE_BYTES:
             super().send(data)
             return
-        if self.sock is None:
-            self.connect()
         for start in range(0, len(data), _PIECE_BYTES):
             if self._answers_already(exchange.socket_timeout()):
                 exchange.early = True
@@ -229,6 +231,8 @@ class TrackedHTTPConnection(_Tracked):
 
 class TrackedHTTPSConnection(_Tracked, HTTPSConnection):
     """HTTP over TLS."""
+
+    _speaks_tls = True
 
 
 class DataPool(HTTPConnectionPool):

@@ -229,6 +229,8 @@ def _cut_of(made: Exchange, error: BaseException) -> Cut | None:
         return made.reason
     if made.deadline.expired:
         return Cut.DEADLINE
+    if made.connect_error is not None:
+        return None  # urllib3 calls a TLS handshake that hangs a read timeout
     timed_out = isinstance(error, (requests.ReadTimeout, urllib3.exceptions.ReadTimeoutError, TimeoutError))
     return Cut.DEADLINE if timed_out and find_errno(error) != errno.ETIMEDOUT else None
 
