@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
 
 def check_members(params: Mapping[str, Any]) -> None:
     """Refuse ``n`` inside sampling parameters."""
-    if params.get("n") not in {None, 1}:
+    if params.get("n") not in (None, 1):
         raise ValueError(f"sampling_params['n'] is {params['n']!r}: pass n= to the call; members are separate requests")
 
 

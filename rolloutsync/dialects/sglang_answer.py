@@ -161,9 +161,10 @@ def _columns(rows: Any, name: str) -> tuple[FloatArray, IntArray]:
     if not rows:
         return NO_LOGPROBS, NO_TOKENS
     try:
-        values = np.array([row[0] for row in rows], np.float32)  # None becomes NaN
+        with np.errstate(over="ignore"):  # beyond float32 is infinite
+            values = np.array([row[0] for row in rows], np.float32)  # None becomes NaN
         return values, _token_ids([row[1] for row in rows], name)
-    except (TypeError, ValueError, IndexError, KeyError) as error:
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise ProtocolError(f"{name} is not a list of [logprob, id, text]: {error}") from None
 
 
@@ -270,8 +271,9 @@ def _hidden_states(answer: _Answer) -> AnyArray | None:
     if not answer.wants("return_hidden_states") or not isinstance(parts, list) or not parts:
         return None
     try:
-        return np.concatenate([np.atleast_2d(np.array(part, np.float32)) for part in parts])
-    except (TypeError, ValueError) as error:
+        with np.errstate(over="ignore"):
+            return np.concatenate([np.atleast_2d(np.array(part, np.float32)) for part in parts])
+    except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"hidden_states are not rows of numbers: {error}") from None
 
 
