@@ -27,7 +27,7 @@ Meta = dict[str, Any]
 
 
 class Answers:
-    """Makes answers for one engine. Immutable, but for the clock that its caller reads."""
+    """Makes the answers of one engine. Immutable."""
 
     def __init__(self, config: SimConfig, model: Model) -> None:
         self._config = config

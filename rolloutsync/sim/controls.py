@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rolloutsync.sim.engine import Engine
-from rolloutsync.sim.replies import ApiError, json_response, loads_body, validation_error, value_error
+from rolloutsync.sim.replies import json_response, loads_body, validation_error, value_error
 
 MODES_SINCE = (0, 5, 6)
 FLUSH_TEXT_SINCE = (0, 5, 10)
@@ -126,8 +126,3 @@ async def slow_down(engine: Engine, request: Request) -> Response:
     engine.scheduler.slow_down(float(body.get("forward_sleep_time") or 0.0))
     engine.tick()
     return json_response(None)
-
-
-async def nothing(_: Engine, request: Request) -> Response:
-    """Answers a method that the path does not have."""
-    raise ApiError(405, {"detail": f"Method Not Allowed: {request.method}"})

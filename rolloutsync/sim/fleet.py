@@ -41,6 +41,7 @@ class SimEngine:
         self.port = config.port
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
+        self._owner = 0
 
     @property
     def url(self) -> str:
@@ -71,6 +72,7 @@ class SimEngine:
         if threading.current_thread() is threading.main_thread():
             command += ["--parent", str(os.getpid())]
         path = os.pathsep.join(filter(None, [str(SOURCE_ROOT), os.environ.get("PYTHONPATH")]))
+        self._owner = os.getpid()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(  # noqa: S603
             command,
@@ -110,9 +112,9 @@ class SimEngine:
         self.await_ready(time.monotonic() + START_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Kills the process and reaps it, whatever it is doing. Idempotent, quick."""
+        """Kills the process and reaps it, whatever it is doing. Idempotent, quick; nothing in a fork of the starter."""
         process, self._process = self._process, None
-        if process is None:
+        if process is None or os.getpid() != self._owner:
             return
         process.kill()
         process.wait()

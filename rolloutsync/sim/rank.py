@@ -219,12 +219,12 @@ class Rank:
             if used and used + request.size + headroom > self._config.max_total_tokens:
                 return
             used += request.size
-            self._begin(self.waiting.popleft(), at)
+            self._begin(self.waiting.popleft())
 
-    def _begin(self, request: SimRequest, at: float) -> None:
+    def _begin(self, request: SimRequest) -> None:
         cached = self._cached_of(request)
         if not request.retractions:
-            request.cached_tokens, request.started = cached, at
+            request.cached_tokens = cached
         request.phase, request.to_prefill = Phase.PREFILL, request.size - cached
         self._hit_rate = cached / request.size
         self._reserved += len(request.prompt) + request.stream.limit

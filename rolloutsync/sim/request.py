@@ -56,7 +56,6 @@ class SimRequest:
     phase: Phase = Phase.WAITING
     rank: int = 0
     arrives: float = 0.0
-    started: float = 0.0
     finished: float = 0.0
     count: int = 0
     since: float = 0.0

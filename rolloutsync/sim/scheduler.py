@@ -45,11 +45,6 @@ class Scheduler:
         """Whether nothing is queued or computed on any rank."""
         return all(rank.idle for rank in self.ranks)
 
-    @property
-    def paused(self) -> bool:
-        """Whether the clockwork is stopped by a pause."""
-        return any(rank.paused for rank in self.ranks)
-
     def next_event(self) -> float | None:
         """Returns the clock time of the next event, or None."""
         if self.frozen:

@@ -29,7 +29,6 @@ ALWAYS = (0, 0, 0)
 NEVER = (99, 0, 0)
 GET, POST, BOTH = ("GET",), ("POST",), ("GET", "POST")
 OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/sim/")
-SWITCH_POLL_S = 0.02
 
 
 class Table:
@@ -153,13 +152,6 @@ class KeyCheck:
         return scheme.lower() == "bearer" and secrets.compare_digest(key.encode(), wanted.encode())
 
 
-class SimServer(uvicorn.Server):
-    """uvicorn, which leaves signals to us."""
-
-    def install_signal_handlers(self) -> None:
-        """Does nothing."""
-
-
 def bind(config: SimConfig) -> socket.socket:
     """Returns a listening socket."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -183,7 +175,7 @@ async def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], 
         timeout_keep_alive=engine.config.keep_alive_s,  # type: ignore[arg-type]
         backlog=engine.config.backlog,
     )
-    server = SimServer(config)
+    server = uvicorn.Server(config)
     config.load()
     server.lifespan = config.lifespan_class(config)
     loop = asyncio.get_running_loop()

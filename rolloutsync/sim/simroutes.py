@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -69,7 +70,10 @@ async def faults(engine: Engine, request: Request) -> Response:
             fault = Fault.from_dict(await request.json())
         except (ValueError, TypeError) as error:
             raise value_error(str(error)) from error
-        return json_response(engine.faults.add(fault).row())
+        entry = engine.faults.add(fault)
+        if fault.kind == "freeze" and fault.seconds:
+            asyncio.get_running_loop().call_later(fault.seconds, engine.faults.clear, entry.number)
+        return json_response(entry.row())
     if request.method == "DELETE":
         number = request.query_params.get("id")
         engine.faults.clear(None if number is None else int(number))

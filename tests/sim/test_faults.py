@@ -207,6 +207,14 @@ def test_a_frozen_scheduler_hangs_what_asks_it_and_nothing_else(main: Caller) ->
     until(main.load, lambda load: bool(load["timestamp"] > first["timestamp"]), "a later snapshot")
 
 
+def test_a_freeze_can_end_by_itself(main: Caller) -> None:
+    """After so many seconds."""
+    main.engine.add_fault(Fault(kind="freeze", seconds=0.1))
+    assert main.engine.state()["frozen"] is True
+    assert main.generate(PROMPT, 2).finish["type"] == "length"
+    assert main.engine.faults() == []
+
+
 def test_an_early_answer_comes_before_the_body_was_read(main: Caller) -> None:
     """413 while the client still sends; the connection is reset then."""
     main.engine.add_fault(Fault(kind="status", status=413, body="too large", early=True, seconds=0.05))

@@ -160,6 +160,23 @@ def test_engines_die_with_a_parent_that_is_killed(thread: str) -> None:
     until(lambda: gone(int(pid)), bool, "the end of the engine")
 
 
+def test_a_fork_of_the_starter_leaves_the_engines_alone() -> None:
+    """It may leave the block, or exit, without ending what is not its own."""
+    code = (
+        "import os, sys\n"
+        "from rolloutsync.sim import SimFleet\n"
+        "with SimFleet(engines=1) as fleet:\n"
+        "    if os.fork() == 0:\n"
+        "        sys.exit(0)\n"
+        "    os.wait()\n"
+        "    print(fleet.engines[0].call('GET', '/model_info')['is_generation'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_the_foreground_runner_ends_on_sigterm() -> None:
     """Consecutive ports, one callback, nothing printed."""
     code = (
