@@ -41,11 +41,13 @@ class IdleProof:
     def __init__(self) -> None:
         self._first: tuple[float, ...] | None = None  # stamps of the first zero reading
         self._has_first = False
-        self._moved_at: float | None = None
-        self._stamps: tuple[float, ...] | None = None
-        self._held_tokens = 0
+        self._stamps: tuple[float, ...] | None = None  # of the last reading
+        self._moved_at: list[float] = []  # when each rank's stamp was first seen as it is now
+        self._held = 0  # tokens of the last reading, where it showed nothing else
         self._held_since = 0.0
+        self._held_stamps: tuple[float, ...] | None = None  # of the last snapshot that counts as a later one
         self._held_seen = 0
+        self._held_same = False
 
     def void(self) -> None:
         """Something of ours ran, or an abort was sent: readings so far prove nothing."""
@@ -53,55 +55,69 @@ class IdleProof:
 
     def feed(self, reading: LoadReading, begun_at: float) -> IdleState:
         """What is known after one more reading, which was asked for at clock time ``begun_at``."""
-        news = self._is_news(reading, begun_at)
         if reading.kind is LoadKind.UNKNOWN:
             self._forget_held()
             self.void()
             return IdleState.UNKNOWN
-        zero = reading.kind is LoadKind.ZERO or self._only_held(reading, begun_at, news=news)
+        self._note_stamps(reading.stamps, begun_at)
         if reading.kind is LoadKind.ZERO:
             self._forget_held()
+            zero = True
+        else:
+            zero = self._only_held(reading, begun_at)
         if not zero:
             self.void()
-        elif self._confirms(reading):
+        elif self._confirms(reading.stamps):
             return IdleState.IDLE
         return IdleState.FROZEN if self._stands_still(begun_at) else IdleState.BUSY
 
-    def _is_news(self, reading: LoadReading, now: float) -> bool:
-        """Whether this reading can differ from the one before: live answers always can, snapshots if they moved."""
-        before, self._stamps = self._stamps, reading.stamps
-        news = reading.stamps is None or reading.stamps != before
-        if news or self._moved_at is None:
-            self._moved_at = now
-        return news
+    def _note_stamps(self, stamps: tuple[float, ...] | None, now: float) -> None:
+        before, self._stamps = self._stamps, stamps
+        if stamps is None or before is None or len(stamps) != len(before):
+            self._moved_at = [now] * len(stamps or ())
+            return
+        pairs = zip(stamps, before, self._moved_at, strict=True)
+        self._moved_at = [at if stamp == last else now for stamp, last, at in pairs]
 
     def _stands_still(self, now: float) -> bool:
-        return self._moved_at is not None and now - self._moved_at >= FROZEN_AFTER_S
+        """Whether any rank's stamp has stood still for too long. A live answer has none."""
+        return any(now - at >= FROZEN_AFTER_S for at in self._moved_at)
 
-    def _confirms(self, reading: LoadReading) -> bool:
+    def _confirms(self, stamps: tuple[float, ...] | None) -> bool:
         """Whether this zero reading is the second that the first one needs; else it may become the first."""
-        stamps, first = reading.stamps, self._first
-        if not self._has_first or (stamps is None) != (first is None) or len(stamps or ()) != len(first or ()):
+        if not self._has_first or not _comparable(stamps, self._first):
             self._first, self._has_first = stamps, True
             return False
-        if stamps is None or first is None:
-            return True
-        return all(now != then for now, then in zip(stamps, first, strict=True))
+        return _all_moved(stamps, self._first)
 
-    def _only_held(self, reading: LoadReading, now: float, *, news: bool) -> bool:
+    def _only_held(self, reading: LoadReading, now: float) -> bool:
         if reading.running or reading.waiting:
             self._forget_held()
             return False
-        if reading.tokens != self._held_tokens:
-            self._held_tokens, self._held_since, self._held_seen = reading.tokens, now, 0
+        self._held_same = reading.tokens == self._held
+        if not self._held_same or not _comparable(reading.stamps, self._held_stamps):
+            self._held, self._held_since, self._held_seen = reading.tokens, now, 0
+            self._held_stamps = reading.stamps
             return False
-        self._held_seen += news
+        if _all_moved(reading.stamps, self._held_stamps):
+            self._held_seen += 1
+            self._held_stamps = reading.stamps
         return self._held_seen >= _HELD_SNAPSHOTS and now - self._held_since >= _HELD_AFTER_S
 
     def _forget_held(self) -> None:
-        self._held_tokens, self._held_seen = 0, 0
+        self._held, self._held_seen, self._held_same = 0, 0, False
 
     @property
     def watching_held(self) -> bool:
-        """Whether unchanged token counts are being watched, which a further abort would not change."""
-        return self._held_tokens > 0
+        """Whether token counts were the same twice and are being watched: a further abort would not change them."""
+        return self._held_same
+
+
+def _comparable(one: tuple[float, ...] | None, other: tuple[float, ...] | None) -> bool:
+    """Whether two readings have stamps of the same ranks, or are both live answers without any."""
+    return (one is None) == (other is None) and len(one or ()) == len(other or ())
+
+
+def _all_moved(now: tuple[float, ...] | None, then: tuple[float, ...] | None) -> bool:
+    """Whether every rank has published since; a live answer is always news."""
+    return all(new != old for new, old in zip(now or (), then or (), strict=True))

@@ -105,10 +105,10 @@ class Judge:
         return seconds * self._chance.uniform(0.25, 1.0)
 
     def _asked_for(self, header: str | None) -> float:
-        """Seconds in a ``Retry-After`` header, capped and spread a little; 0 for a missing or senseless one."""
-        seconds = parse_retry_after(header, self._clock)
-        capped = min(seconds, self._policy.retry_after_cap_s)
-        return capped + self._jitter(min(1.0, capped))
+        """Seconds in a ``Retry-After`` header, at most the cap and spread a little; 0 for a missing or senseless one."""
+        seconds, cap = parse_retry_after(header, self._clock), self._policy.retry_after_cap_s
+        spread = self._jitter(min(1.0, seconds, cap))
+        return cap - spread if seconds >= cap else min(cap, seconds + spread)
 
 
 def parse_retry_after(header: str | None, clock: Clock) -> float:

@@ -105,7 +105,7 @@ class Sweep:
             state = IdleState.BUSY if state is IdleState.IDLE else state
         if state.quiet:
             return state
-        if (ours or self._is_fresh_work(reading)) and not self._deadline.expired:
+        if self._wants_abort(reading, ours=ours) and not self._deadline.expired:
             self._abort_all(reading)
         return state
 
@@ -123,17 +123,20 @@ class Sweep:
             self._detail = self._seen.why
         return self._seen
 
-    def _is_fresh_work(self, reading: LoadReading) -> bool:
-        """Whether the reading shows work that the last abort has not already been sent for.
+    def _wants_abort(self, reading: LoadReading, *, ours: bool) -> bool:
+        """Whether there may be work that the last abort has not already been sent for.
 
-        A snapshot may be older than that abort: sent again on its strength, it could hit an engine that is idle by
-        now, and some versions die of that. Held token counts are watched instead of aborted again.
+        The first abort goes out for whatever we have in flight there, even before the engine shows it. After that the
+        engine's word counts: no further abort on a zero, none on a snapshot that may be older than the last abort
+        (the engine could be idle by now, and some versions die of an abort then), none for token counts that are held.
         """
+        if not self._aborts:
+            return ours or reading.kind is LoadKind.BUSY
         if reading.kind is not LoadKind.BUSY:
-            return False
-        if self._aborts and reading.stamps is not None and reading.stamps == self._aborted_on:
-            return False
-        return not (self._aborts and not reading.running and not reading.waiting and self._proof.watching_held)
+            return ours and reading.kind is LoadKind.UNKNOWN
+        stale = reading.stamps is not None and reading.stamps == self._aborted_on
+        held = not reading.running and not reading.waiting and self._proof.watching_held
+        return not stale and not held
 
     def _abort_all(self, reading: LoadReading) -> None:
         self._aborts += 1
