@@ -82,7 +82,8 @@ class Sweep:
         self._sweeps = self._aborts = 0
         self._seen: LoadReading | None = None
         self._aborted_on: tuple[float, ...] | None = None  # stamps of the reading that led to the last abort
-        self._detail = ""
+        self._detail = ""  # what was wrong with the last reading
+        self._refusal = ""  # why the last abort failed
 
     def run(self) -> EngineDrain:
         """Block until the engine is proven idle, is gone, or the deadline comes."""
@@ -144,7 +145,9 @@ class Sweep:
         try:
             self._engine.abort(None, deadline=self._deadline)
         except RolloutError as error:
-            self._detail = f"abort_all failed: {error.message}"
+            self._refusal = f"abort_all failed: {error.message}"
+        else:
+            self._refusal = ""
         self._proof.void()
 
     def _wait(self, state: IdleState) -> None:
@@ -171,5 +174,5 @@ class Sweep:
             waiting=seen.waiting,
             tokens=seen.tokens,
             rids=tuple(self._own()),
-            detail="" if state is IdleState.IDLE else self._detail,
+            detail="" if state is IdleState.IDLE else "; ".join(filter(None, (self._detail, self._refusal))),
         )
