@@ -10,8 +10,7 @@ import numpy as np
 from rolloutsync.clock import Deadline
 from rolloutsync.order import Group, Order
 from rolloutsync.sample import FloatArray, IntArray, Prompt
-
-from ..fakes import FakeClock
+from tests.fakes import FakeClock
 
 _numbers = itertools.count()
 

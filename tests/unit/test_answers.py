@@ -41,7 +41,7 @@ def _without(given_answer: dict[str, Any], *keys: str) -> dict[str, Any]:
     return changed
 
 
-# --- B09: an error that comes as 200, or nothing that is an answer -------------------------------------------------------
+# --- B09: an error that comes as 200, or nothing that is an answer ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_an_abort_with_a_status_keeps_it() -> None:
     assert finish == Finish(type="abort", message="input too long", status_code=400)
 
 
-# --- whose answer is it -------------------------------------------------------------------------------------------------
+# --- whose answer is it -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("told", ["another", "", "r0", "R", 5, ["r"]])
@@ -96,7 +96,7 @@ def test_another_requests_answer_is_refused(told: Any) -> None:
     assert "id" in _refusal(answer([1], id=told))
 
 
-# --- B20: what may be missing --------------------------------------------------------------------------------------------
+# --- B20: what may be missing -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_text_may_be_missing() -> None:
     assert _decode(_without(answer([5]), "text")).text == ""
 
 
-# --- tokens and logprobs that must agree -----------------------------------------------------------------------------------
+# --- tokens and logprobs that must agree ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_hidden_states_are_rows() -> None:
     assert "hidden_states" in _refusal(answer([1], hidden_states=["x"]), asked=asked)
 
 
-# --- weight versions ---------------------------------------------------------------------------------------------------------
+# --- weight versions --------------------------------------------------------------------------------------------------
 
 
 def _spans(*parts: tuple[Any, Any, Any]) -> list[dict[str, Any]]:
@@ -339,7 +339,7 @@ def test_spans_tile_the_output(spans: list[Any]) -> None:
     assert "weight_versions" in _refusal(answer([1, 2, 3], weight_versions=spans))
 
 
-# --- B26: routed experts ----------------------------------------------------------------------------------------------------
+# --- B26: routed experts ----------------------------------------------------------------------------------------------
 
 
 _ROUTED = Prompt(input_ids=ids(1, 2, 3), fields={"return_logprob": True, "return_routed_experts": True})
@@ -471,11 +471,30 @@ def test_a_start_of_none_is_no_start() -> None:
     assert got.shape == (4, 2, 2)
 
 
-# --- everything else --------------------------------------------------------------------------------------------------------
+# --- everything else --------------------------------------------------------------------------------------------------
 
 
-_odd = st.sampled_from(
-    [None, True, 0, -1, 2**40, 1.5, math.nan, math.inf, "", "x", "stop", [], [None], [[]], [1], [[1, 2]], {}, {"type": 1}]
+_odd: st.SearchStrategy[Any] = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        2**40,
+        1.5,
+        math.nan,
+        math.inf,
+        "",
+        "x",
+        "stop",
+        [],
+        [None],
+        [[]],
+        [1],
+        [[1, 2]],
+        {},
+        {"type": 1},
+    ]
 )
 
 
@@ -483,7 +502,12 @@ _odd = st.sampled_from(
 @given(st.data())
 def test_any_mutation_decodes_or_is_refused(data: st.DataObject) -> None:
     """Whatever stands in whatever place: a consistent segment or a ProtocolError, never another exception."""
-    fields = {"return_logprob": True, "top_logprobs_num": 1, "return_routed_experts": True, "return_hidden_states": True}
+    fields = {
+        "return_logprob": True,
+        "top_logprobs_num": 1,
+        "return_routed_experts": True,
+        "return_hidden_states": True,
+    }
     asked = Prompt(input_ids=ids(1, 2, 3), fields=fields)
     body = answer(
         [8, 9],
@@ -494,7 +518,9 @@ def test_any_mutation_decodes_or_is_refused(data: st.DataObject) -> None:
         hidden_states=[[[1.0]], [2.0]],
         weight_versions=_spans(("1", 0, 2)),
     )
-    spots: list[tuple[Any, Any]] = [(body, key) for key in body] + [(body["meta_info"], key) for key in body["meta_info"]]
+    spots: list[tuple[Any, Any]] = [(body, key) for key in body] + [
+        (body["meta_info"], key) for key in body["meta_info"]
+    ]
     spots += [(body["output_ids"], 0), (body["meta_info"]["output_token_logprobs"], 1)]
     spots += [(body["meta_info"]["weight_versions"][0], "end"), (body["meta_info"]["output_top_logprobs"], 0)]
     for holder, key in data.draw(st.lists(st.sampled_from(spots), max_size=3)):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 from rolloutsync.clock import ActiveTime, Clock, Deadline
-
-from ..fakes import FakeClock
+from tests.fakes import FakeClock
 
 
 def test_a_deadline_runs_down_and_stays_there() -> None:

@@ -90,7 +90,7 @@ def test_settings_are_frozen_keyword_only_and_travel() -> None:
     with pytest.raises(FrozenInstanceError):
         config.retry = RetryPolicy()  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Timeouts(1.0)  # type: ignore[misc]
+        Timeouts(1.0)  # type: ignore[call-arg]
     assert not hasattr(config, "__dict__")
 
 

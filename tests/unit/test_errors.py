@@ -45,7 +45,7 @@ _FACTS: dict[type[RolloutError], dict[str, Any]] = {
 }
 
 
-class _Stubborn(Exception):
+class _StubbornError(Exception):
     """An exception that does not pickle, like those of HTTP libraries that hold sockets."""
 
     def __init__(self, words: str) -> None:
@@ -53,7 +53,7 @@ class _Stubborn(Exception):
         self.lock = threading.Lock()
 
 
-class _Lopsided(Exception):
+class _LopsidedError(Exception):
     """An exception that pickles but cannot be made again: its arguments are not what ``__init__`` wants."""
 
     def __init__(self, *, code: int) -> None:
@@ -86,7 +86,7 @@ def test_every_error_pickles(kind: type[RolloutError]) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.parametrize("cause", [_Stubborn("socket"), _Lopsided(code=7)])
+@pytest.mark.parametrize("cause", [_StubbornError("socket"), _LopsidedError(code=7)])
 def test_a_cause_that_does_not_pickle_travels_as_its_words(kind: type[RolloutError], cause: Exception) -> None:
     """The error itself must arrive whatever it was caused by."""
     error = _made(kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..fakes import FakeClock
+from tests.fakes import FakeClock
 
 
 def test_a_manual_wait_ends_when_the_clock_reaches_it() -> None:

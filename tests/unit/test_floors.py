@@ -116,7 +116,9 @@ def test_only_the_clock_knows_the_time() -> None:
 def test_only_the_transport_knows_the_http_library() -> None:
     """Others may name its types in annotations."""
     names = {"requests", "urllib3", "http", "socket", "httpx", "aiohttp"}
-    users = {module for module, name, typing_only, _ in _every_import() if name.split(".")[0] in names and not typing_only}
+    users = {
+        module for module, name, typing_only, _ in _every_import() if name.split(".")[0] in names and not typing_only
+    }
     assert users == {"transport"}
 
 
@@ -132,11 +134,7 @@ def test_the_core_imports_nothing_heavy() -> None:
 
 def test_client_and_simulated_engine_know_nothing_of_each_other() -> None:
     """The simulated engine is an oracle: code shared with the client would hide the client's errors."""
-    into = [
-        (module, nested)
-        for module, name, _, nested in _every_import()
-        if name.startswith("rolloutsync.sim")
-    ]
+    into = [(module, nested) for module, name, _, nested in _every_import() if name.startswith("rolloutsync.sim")]
     assert all(module == "cli" and nested for module, nested in into)
     outward = {
         name

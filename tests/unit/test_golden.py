@@ -25,7 +25,7 @@ def _same_floats(got: object, *expected: float) -> bool:
     return isinstance(got, np.ndarray) and got.dtype == np.float32 and np.allclose(got, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("version", "name"), all_recorded("") )
+@pytest.mark.parametrize(("version", "name"), all_recorded(""))
 def test_every_recorded_answer_decodes_or_is_refused(version: str, name: str) -> None:
     """Nothing that an engine was ever seen to say raises anything but our own error."""
     exchange = recorded(name, version)
@@ -58,7 +58,9 @@ def test_length() -> None:
     assert segment.weight_spans == (WeightSpan("default", 0, 8),)
     assert (segment.prompt_tokens, segment.cached_tokens, segment.dp_rank) == (6, raw["cached_tokens"], None)
     assert segment.prompt_logprobs is None
-    assert segment.routed_experts is segment.top_logprobs is segment.hidden_states is segment.prompt_ids is None
+    assert all(
+        getattr(segment, name) is None for name in ("routed_experts", "top_logprobs", "hidden_states", "prompt_ids")
+    )
     assert segment.meta_info["e2e_latency"] == raw["e2e_latency"]
     assert segment.meta_info["id"] == raw["id"]
     assert not {"output_token_logprobs", "input_token_logprobs", "finish_reason"} & segment.meta_info.keys()
@@ -177,7 +179,7 @@ def test_abort_while_queued(version: str) -> None:
     assert segment.logprobs is not None
     assert segment.logprobs.tolist() == []
     assert segment.weight_spans == ()
-    assert segment.prompt_tokens is segment.cached_tokens is segment.prompt_logprobs is None
+    assert all(getattr(segment, name) is None for name in ("prompt_tokens", "cached_tokens", "prompt_logprobs"))
 
 
 def test_data_parallel_rank() -> None:

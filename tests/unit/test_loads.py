@@ -230,16 +230,18 @@ def test_old_ranks_all_count() -> None:
     assert _DIALECT.read_load(_GET_LOAD, [rank, {**rank, "num_reqs": 1}], 2).kind is LoadKind.BUSY
 
 
-_SPOTS = [(key,) for key in (*_COUNTS, *_MORE)]
+_SPOTS: list[tuple[str, ...]] = [(key,) for key in (*_COUNTS, *_MORE)]
 _SPOTS += [("queues", key) for key in recorded("loads_idle").answer["loads"][0]["queues"]]
 _SPOTS += [
     ("disaggregation", key) for key in recorded("loads_idle").answer["loads"][0]["disaggregation"] if "_reqs" in key
 ]
-_junk = st.sampled_from([None, "0", "", True, -1, 0.5, [], {}]) | st.integers(1, 2**40)
+_junk: st.SearchStrategy[Any] = st.sampled_from([None, "0", "", True, -1, 0.5, [], {}]) | st.integers(1, 2**40)
 
 
 @given(st.lists(st.tuples(st.sampled_from(_SPOTS), _junk), min_size=1), st.integers(1, 3), st.data())
-def test_no_mutation_of_a_zero_is_zero(changes: list[tuple[tuple[str, ...], Any]], ranks: int, data: st.DataObject) -> None:
+def test_no_mutation_of_a_zero_is_zero(
+    changes: list[tuple[tuple[str, ...], Any]], ranks: int, data: st.DataObject
+) -> None:
     """Anything but a plain zero, anywhere that matters, on any rank."""
     answer = _ranks(*[float(number + 1) for number in range(ranks)])
     answer["loads"] = copy.deepcopy(answer["loads"])
@@ -268,7 +270,8 @@ def test_readings_have_words() -> None:
 def test_facts_that_are_not_told_are_unknown(answer: Any) -> None:
     """None each, no error."""
     facts = _DIALECT.read_facts(answer)
-    assert facts.version is facts.dp_size is facts.running_limit is facts.model_path is facts.vocab_size is None
+    told = (facts.version, facts.dp_size, facts.running_limit, facts.model_path, facts.weight_version, facts.vocab_size)
+    assert told == (None,) * 6
 
 
 @pytest.mark.parametrize(

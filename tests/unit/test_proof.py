@@ -21,8 +21,7 @@ def zero(*stamps: float) -> LoadReading:
 
 def busy(*stamps: float, running: int = 1, waiting: int = 0, tokens: int = 10) -> LoadReading:
     """Requests running."""
-    counts = {"running": running, "waiting": waiting, "tokens": tokens}
-    return LoadReading(kind=LoadKind.BUSY, stamps=stamps or None, **counts)
+    return LoadReading(kind=LoadKind.BUSY, running=running, waiting=waiting, tokens=tokens, stamps=stamps or None)
 
 
 def held(*stamps: float, tokens: int = 10) -> LoadReading:
@@ -228,8 +227,8 @@ def test_only_idle_and_gone_are_quiet() -> None:
 
 _readings = st.one_of(
     st.just(_what),
-    st.builds(lambda stamp: zero(stamp), st.integers(1, 3).map(float)),
-    st.builds(lambda stamp: busy(stamp), st.integers(1, 3).map(float)),
+    st.builds(zero, st.integers(1, 3).map(float)),
+    st.builds(busy, st.integers(1, 3).map(float)),
     st.builds(lambda stamp, tokens: held(stamp, tokens=tokens), st.integers(1, 3).map(float), st.integers(1, 2)),
 )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from email.utils import format_datetime
 from datetime import datetime, timezone
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -26,8 +26,7 @@ from rolloutsync.errors import (
     UnsupportedError,
 )
 from rolloutsync.retry import Judge, Verdict, parse_retry_after
-
-from ..fakes import FakeClock
+from tests.fakes import FakeClock
 
 _POLICY = RetryPolicy(max_attempts=5, backoff_base_s=1.0, backoff_cap_s=15.0, retry_after_cap_s=60.0)
 _CLOCK = FakeClock(epoch=1_800_000_000.0)

@@ -54,7 +54,9 @@ def _full(**given: Any) -> Sample:
         "weight_spans": (WeightSpan("1", 0, 1), WeightSpan(None, 1, 2)),
         "routed_experts": np.arange(16, dtype=np.uint8).reshape(4, 2, 2),
         "prompt_logprobs": floats(float("nan"), -2.0, -3.0),
-        "top_logprobs": TopLogprobs(np.array([[1, 2], [3, 4]], np.int32), np.array([[-1, -np.inf], [-1, -2]], np.float32)),
+        "top_logprobs": TopLogprobs(
+            np.array([[1, 2], [3, 4]], np.int32), np.array([[-1, -np.inf], [-1, -2]], np.float32)
+        ),
         "hidden_states": np.array([[0.5, 1.5]], np.float32),
         "prompt_tokens": 3,
         "cached_tokens": 1,
