@@ -18,7 +18,14 @@ from rolloutsync.dialects.base import (
     model_vocab,
     unknown_load,
 )
-from rolloutsync.errors import EngineHTTPError, ProtocolError, RolloutError, UnsupportedError
+from rolloutsync.errors import (
+    EngineHTTPError,
+    Phase,
+    ProtocolError,
+    RolloutError,
+    TransportError,
+    UnsupportedError,
+)
 from rolloutsync.payload import parse_json
 from rolloutsync.transport import Lane, Reply, Transport
 
@@ -74,12 +81,12 @@ class Engine:
 
     # --- everything else: the control lane ---
 
-    def call(self, call: Call, *, deadline: Deadline | None = None) -> Any:
+    def call(self, call: Call, *, deadline: Deadline | None = None, fresh: bool = False) -> Any:
         """Make one control call, never re-sent; its JSON, or its text where it is not JSON."""
         timeouts = self._config.timeouts
         seconds = timeouts.long_control_s if call.long else timeouts.control_s
         limit = Deadline.after(self._clock, seconds if deadline is None else deadline.within(seconds))
-        with self._exchange(call, Lane.CONTROL, limit) as reply:
+        with self._exchange(call, Lane.CONTROL, limit, fresh=fresh) as reply:
             self._check_status(call, reply, None)
             try:
                 return parse_json(reply.body)
@@ -87,8 +94,16 @@ class Engine:
                 return reply.body.decode("utf-8", "replace")
 
     def abort(self, rid: str | None, *, deadline: Deadline | None = None) -> None:
-        """Abort one request, or all with None. The answer proves receipt, not the end."""
-        self.call(self.dialect.abort(rid), deadline=deadline)
+        """Abort one request, or all with None. The answer proves receipt, not the end.
+
+        The abort of one request is sent a second time where its connection broke: it can do no harm twice.
+        """
+        try:
+            self.call(self.dialect.abort(rid), deadline=deadline)
+        except TransportError as error:
+            if rid is None or error.cut is not None or error.phase not in {Phase.RACE, Phase.SENT, Phase.BODY}:
+                raise
+            self.call(self.dialect.abort(rid), deadline=deadline, fresh=True)
 
     def load(self, *, deadline: Deadline | None = None) -> LoadReading:
         """Read the load. An answer that makes no sense is an UNKNOWN reading; only transport errors raise."""

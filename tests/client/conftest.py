@@ -1,0 +1,61 @@
+"""Fixtures of the client tests: one simulated fleet for all, clients that are closed, warnings that are counted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rolloutsync import RolloutClient
+from rolloutsync.sim import SimFleet
+from tests.client.kit import QUICK, SHORT
+
+MakeClient = Callable[..., RolloutClient]
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimFleet]:
+    """Four engines for all tests, whose model tells its vocabulary."""
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text('{"vocab_size": 32000}')
+    with SimFleet(engines=4, tokens_per_second=1000.0, model_path=str(model), disconnect_poll_s=0.2) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def fleet(shared_fleet: SimFleet) -> Iterator[SimFleet]:
+    """The shared engines with empty ledgers and without faults."""
+    for engine in shared_fleet.engines:
+        engine.reset()
+    yield shared_fleet
+    for engine in shared_fleet.engines:
+        engine.clear_faults()
+        engine.call("POST", "/abort_request", {"abort_all": True})
+        engine.call("POST", "/continue_generation", {})
+
+
+@pytest.fixture
+def make_client() -> Iterator[MakeClient]:
+    """Makes clients with short limits, which are closed after the test."""
+    made: list[RolloutClient] = []
+
+    def make(urls: Any, **options: Any) -> RolloutClient:
+        made.append(RolloutClient(urls, **{"retry": QUICK, "timeouts": SHORT, "progress": False, **options}))
+        return made[-1]
+
+    yield make
+    for client in made:
+        assert client.close() == []
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The messages that rolloutsync has logged at WARNING or above."""
+    caplog.set_level(logging.WARNING, logger="rolloutsync")
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name.startswith("rolloutsync")]
+
+    return told
