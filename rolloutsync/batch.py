@@ -94,7 +94,7 @@ def _read_item(item: Any, rules: BatchRules, where: str) -> Prompt | Sample:
         return _from_dict({"text": item}, rules, where)
     if isinstance(item, dict):
         return _from_dict(item, rules, where)
-    return _from_dict({"input_ids": item}, rules, where)
+    return _from_dict({"input_ids": _to_array(item, where)}, rules, where)
 
 
 def _read_prompt(prompt: Prompt, rules: BatchRules, where: str) -> Prompt:
@@ -123,7 +123,7 @@ def _from_dict(item: Mapping[str, Any], rules: BatchRules, where: str) -> Prompt
             raise ValueError(f"{where}give one of messages, input_ids and text")
         ids = _apply_template(item["messages"], rules.tokenizer, where)
     if (ids is None) == (text is None):
-        raise ValueError(f"{where}give exactly one of input_ids and text (keys: {sorted(item)})")
+        raise ValueError(f"{where}give exactly one of input_ids and text (keys: {sorted(map(str, item))})")
     own = {key: value for key, value in item.items() if key not in _OWN_KEYS}
     check_fields({**own, "image_data": item.get("image_data")}, where)
     return Prompt(

@@ -105,7 +105,7 @@ class Judge:
         return seconds * self._chance.uniform(0.25, 1.0)
 
     def _asked_for(self, header: str | None) -> float:
-        """Seconds in a ``Retry-After`` header, at most the cap and spread a little; 0 for a missing or senseless one."""
+        """Seconds in a ``Retry-After`` header, up to the cap and spread a little; 0 for a missing or odd one."""
         seconds, cap = parse_retry_after(header, self._clock), self._policy.retry_after_cap_s
         spread = self._jitter(min(1.0, seconds, cap))
         return cap - spread if seconds >= cap else min(cap, seconds + spread)
