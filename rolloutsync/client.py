@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
-import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from rolloutsync.batch import BatchRules, check_fields
-from rolloutsync.config import GIB, ClientConfig, RetryPolicy, Timeouts, check_count, check_number, parse_url
+from rolloutsync.config import (
+    GIB,
+    ClientConfig,
+    RetryPolicy,
+    Timeouts,
+    check_count,
+    check_number,
+    parse_url,
+    parse_urls,
+)
+from rolloutsync.controls import control_call
 from rolloutsync.core import Core, Request
-from rolloutsync.dialects.base import Call
 from rolloutsync.dialects.sglang import SGLangDialect
-from rolloutsync.gate import GateMode
 from rolloutsync.idle import DrainReport
 from rolloutsync.jobs import Job, check_on_error
-from rolloutsync.threads import renew_after_fork
+from rolloutsync.lifecycle import watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,49 +33,11 @@ if TYPE_CHECKING:
     from rolloutsync.dialects.base import LoadReading
     from rolloutsync.sample import Sample
     from rolloutsync.slot import EngineStatus
+    from rolloutsync.stats import Stats
 
-_clients: weakref.WeakSet[RolloutClient] = weakref.WeakSet()
 _DIALECTS = ("auto", "sglang")
 _SCOPES = ("engine", "own")
 _LEARN_BEFORE_DRAIN_S = 2.0
-_EXIT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counts of one engine: requests sent, those sent again after a failure there, tokens received."""
-
-    requests: int
-    retries: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
-    """Counts since the client was made. The sample counts are of one moment: admitted = open + all that ended.
-
-    Attributes:
-        admitted: Samples taken on.
-        open: Samples not ended yet.
-        waiting: Of these, samples that no thread has taken yet.
-        completed: Samples that ended COMPLETED; likewise ``truncated``, ``aborted``, ``failed``.
-        tokens: Output tokens delivered.
-        retries: Attempts beyond the first, of samples that have ended.
-        gate: "open", "hold" or "abort".
-        engines: By URL.
-    """
-
-    admitted: int
-    open: int
-    waiting: int
-    completed: int
-    truncated: int
-    aborted: int
-    failed: int
-    tokens: int
-    retries: int
-    gate: str
-    engines: dict[str, EngineStats]
 
 
 class RolloutClient:
@@ -136,14 +100,14 @@ class RolloutClient:
         )
         self._tokenizer = tokenizer
         self._session = session
-        self._urls = _read_urls(urls)
+        self._urls = parse_urls(urls)
         self._reset()
 
     def _reset(self) -> None:
         self._lock = threading.Lock()  # guards: _urls, _core, _closed. Held while parts are made, never across I/O.
         self._core: Core | None = None
         self._closed = False
-        _clients.add(self)
+        watch(self)
 
     def _open(self) -> Core:
         with self._lock:
@@ -351,14 +315,7 @@ class RolloutClient:
         Raises:
             ControlError: It failed at some engine; the others' answers are in it.
         """
-        if not isinstance(path, str) or not path.startswith("/"):
-            raise ValueError(f"path must be a string that begins with '/', got {path!r}")
-        if method not in {"POST", "GET"}:
-            raise ValueError(f"method must be 'POST' or 'GET', got {method!r}")
-        body = (
-            None if method == "GET" else orjson.dumps({} if json is None else json, option=orjson.OPT_SERIALIZE_NUMPY)
-        )
-        call = Call(method=method, path=path, body=body, admin=True)
+        call = control_call(path, json, method)
         return self._ready().controls.everywhere(f"{method} {path}", lambda _: call)
 
     # --- engines and counts ---
@@ -385,6 +342,7 @@ class RolloutClient:
                 self._urls.append(normal)
         core.add(normal)
         core.ready()
+        core.workers.grow()
 
     def remove_engine(self, url: str) -> None:
         """Send nothing more there; requests in flight finish.
@@ -402,22 +360,7 @@ class RolloutClient:
 
     def stats(self) -> Stats:
         """Counts so far. Does not block; works on a closed client."""
-        core = self._open()
-        counts, waiting, gate = core.ledger.snapshot(), core.workers.waiting, core.fleet.gate
-        totals = core.fleet.totals()
-        return Stats(
-            admitted=counts["admitted"],
-            open=counts["open"],
-            waiting=waiting,
-            completed=counts["COMPLETED"],
-            truncated=counts["TRUNCATED"],
-            aborted=counts["ABORTED"],
-            failed=counts["FAILED"],
-            tokens=counts["tokens"],
-            retries=counts["retries"],
-            gate=gate.value if isinstance(gate, GateMode) else gate,
-            engines={url: EngineStats(requests=r, retries=a, tokens=t) for url, (r, a, t) in totals.items()},
-        )
+        return self._open().stats()
 
     def _ready(self) -> Core:
         core = self._open()
@@ -463,25 +406,13 @@ class RolloutClient:
         self._session, self._tokenizer = state["session"], state["tokenizer"]
         self._reset()
 
-    def _after_fork_in_child(self) -> None:
+    def renew_in_child(self) -> None:
         """No thread but this one exists here: locks may be held by nobody, sockets are the parent's."""
         core, closed = self._core, self._closed
         self._reset()
         self._closed = closed
         if core is not None:
             core.abandon()
-
-
-def _read_urls(urls: Any) -> list[str]:
-    if isinstance(urls, str):
-        urls = [urls]
-    try:
-        found = [parse_url(url) for url in urls]
-    except TypeError as error:
-        raise TypeError(f"urls must be a URL or a sequence of URLs: {error}") from None
-    if not found:
-        raise ValueError(f"urls is empty: {urls!r}")
-    return list(dict.fromkeys(found))
 
 
 def _seconds(timeout: Any) -> float | None:
@@ -493,20 +424,3 @@ def _seconds(timeout: Any) -> float | None:
 def _check_scope(scope: Any) -> None:
     if scope not in _SCOPES:
         raise ValueError(f"scope must be one of {_SCOPES}, got {scope!r}")
-
-
-def _after_fork_in_child() -> None:
-    renew_after_fork()
-    for client in list(_clients):
-        client._after_fork_in_child()  # noqa: SLF001 - same module
-
-
-def _close_at_exit() -> None:
-    """Shut sockets and join for a second, so that a main thread that ends is gone soon."""
-    for client in list(_clients):
-        client.close(_EXIT_S)
-
-
-atexit.register(_close_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

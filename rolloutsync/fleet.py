@@ -305,8 +305,8 @@ class Fleet:
     def _choose_locked(self, order: Order, avoid: str | None) -> Slot | None:
         """The live engine with the fewest in flight; the group's home while that is within n of the fewest."""
         live = [slot for slot in self._slots.values() if slot.state is EngineState.LIVE]
-        others = [slot for slot in live if slot.engine.url != avoid] or live
-        free = [slot for slot in others if slot.has_room]
+        free = [slot for slot in live if slot.has_room]
+        free = [slot for slot in free if slot.engine.url != avoid] or free
         if not free:
             return None
         quietest = min(free, key=_in_flight)
@@ -317,7 +317,8 @@ class Fleet:
 
     def _take_locked(self, slot: Slot, order: Order, rid: str) -> Lease:
         group, url = order.group, slot.engine.url
-        if group.home is None:
+        home = self._slots.get(group.home or "")
+        if home is None or home.state is not EngineState.LIVE:
             group.home, group.rank = url, slot.quietest_rank()
         rank = group.rank if group.home == url else slot.quietest_rank()
         if {"routed_dp_rank", "data_parallel_rank"} & order.prompt.fields.keys():

@@ -27,15 +27,18 @@ _GRACE_S = 1.0
 
 
 class Watcher:
-    """Probes engines. Its own thread runs only while an engine is not live. Thread-safe."""
+    """Probes engines. Thread-safe.
+
+    Each engine that is not live has a thread of its own, so that none waits for another.
+    """
 
     def __init__(self, fleet: Fleet, clock: Clock, name: str) -> None:
         self._fleet = fleet
         self._clock = clock
         self._name = name
-        self._lock = threading.Lock()  # guards: _thread, _closed, _asked. Never held across a probe.
+        self._lock = threading.Lock()  # guards: _threads, _closed, _asked. Never held across a probe.
         self._asked: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None
+        self._threads: dict[str, threading.Thread] = {}  # by the URL of the absent engine
         self._closed = False
 
     def learn_new(self, limit_s: float | None = None) -> None:
@@ -52,22 +55,34 @@ class Watcher:
                 start_thread(f"{self._name}-learn", lambda engine=engine: self._learn(engine))  # type: ignore[misc]
             except RuntimeError:
                 self._learn(engine)
+        self.notice()
         self._fleet.await_known(_GRACE_S, limit_s)
 
     def notice(self) -> None:
-        """An engine stopped being live: start probing, unless that goes on already."""
+        """Start probing each engine that is not live, unless that goes on already.
+
+        Where the system gives no more threads, the next verb tries again.
+        """
         with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = start_thread(f"{self._name}-health", self._run)
+            absent = [] if self._closed else self._fleet.engines(EngineState.DOWN, EngineState.QUARANTINED)
+            for engine in absent:
+                if engine.url not in self._threads:
+                    self._start_locked(engine)
+
+    def _start_locked(self, engine: Engine) -> None:
+        try:
+            self._threads[engine.url] = start_thread(f"{self._name}-health", lambda: self._run(engine))
+        except RuntimeError as error:
+            log.warning("engine %s is not probed for now: %s", engine.url, error)
 
     def close(self, timeout: float) -> list[str]:
-        """End the thread (the fleet must be closed first); its name if it did not end."""
+        """End the threads (the fleet must be closed first); the names of those that did not end."""
+        until = Deadline.after(self._clock, timeout)
         with self._lock:
-            self._closed, thread = True, self._thread
-        if thread is None:
-            return []
-        thread.join(timeout)
-        return [thread.name] if thread.is_alive() else []
+            self._closed, threads = True, list(self._threads.values())
+        for thread in threads:
+            thread.join(until.remaining())
+        return [thread.name for thread in threads if thread.is_alive()]
 
     def _learn(self, engine: Engine) -> None:
         state, reason = self._probe(engine)
@@ -88,18 +103,17 @@ class Watcher:
             return EngineState.DOWN, f"probe failed: {type(error).__name__}: {error}"
         return EngineState.LIVE, ""
 
-    def _run(self) -> None:
+    def _run(self, engine: Engine) -> None:
         pause_s = _FIRST_PROBE_S
         while True:
             self._fleet.nap(pause_s)
             pause_s = min(_LONGEST_PROBE_S, pause_s * 1.5)
             with self._lock:
                 absent = self._fleet.engines(EngineState.DOWN, EngineState.QUARANTINED)
-                if self._closed or not absent:
-                    self._thread = None  # under the lock: trouble noticed from now on starts another thread
+                if self._closed or engine not in absent:
+                    del self._threads[engine.url]  # under the lock: trouble noticed from now on starts another thread
                     return
-            for engine in absent:
-                self._readmit(engine)
+            self._readmit(engine)
 
     def _readmit(self, engine: Engine) -> None:
         """Probe an absent engine; one that may still run something of ours must be proven idle first."""
@@ -112,7 +126,10 @@ class Watcher:
         self._fleet.set_state(engine.url, EngineState.LIVE)
 
     def _proves_idle(self, engine: Engine) -> bool:
+        """Abort what is left there and prove it idle; not yet if that would cut short what of ours runs there."""
         fleet, url = self._fleet, engine.url
+        if fleet.leases(url):
+            return False
         try:
             engine.abort(None)
         except RolloutError:

@@ -67,7 +67,6 @@ class Workers:
         lines: dict[tuple[int, int], list[tuple[Order, Deliver]]] = defaultdict(list)
         for order in orders:
             lines[order.job, order.priority].append((order, deliver))
-        capacity = self._capacity()
         with self._changed:
             if self._closed:
                 raise ClientClosedError("the client is closed")
@@ -77,11 +76,18 @@ class Workers:
             for (job, priority), line in lines.items():
                 self._waiting.put(line, job=job, priority=priority)
             self._changed.notify(len(orders))
-            missing = min(len(self._waiting) - self._idle, capacity - len(self._threads)) - self._starting
-            self._starting += max(0, missing)
-        self._grow(missing)
+        self.grow()
 
-    def _grow(self, count: int) -> None:
+    def grow(self) -> None:
+        """Start the threads that what waits and the present capacity call for; also when an engine has come."""
+        capacity = self._capacity()
+        with self._changed:
+            missing = min(len(self._waiting) - self._idle, capacity - len(self._threads)) - self._starting
+            missing = 0 if self._closed else max(0, missing)
+            self._starting += missing
+        self._start(missing)
+
+    def _start(self, count: int) -> None:
         """Start ``count`` threads, or as many as the system gives."""
         for started in range(count):
             try:

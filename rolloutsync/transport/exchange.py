@@ -177,7 +177,10 @@ def connect_phase(error: BaseException | None) -> Phase:
 
 
 def find_errno(error: BaseException | None) -> int | None:
-    """The innermost errno in a chain of wrapped exceptions."""
+    """The innermost errno in a chain of wrapped exceptions.
+
+    Not by ``__context__``: that may be the error of another exchange, which the caller is just handling.
+    """
     found: int | None = None
     seen: set[int] = set()
     queue: list[Any] = [error]
@@ -188,5 +191,5 @@ def find_errno(error: BaseException | None) -> int | None:
         seen.add(id(item))
         if isinstance(item, OSError) and item.errno is not None:
             found = item.errno
-        queue += [item.__cause__, item.__context__, getattr(item, "reason", None), *item.args]
+        queue += [item.__cause__, getattr(item, "reason", None), *item.args]
     return found

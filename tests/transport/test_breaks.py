@@ -159,6 +159,17 @@ def test_a_refused_reconnect_is_refused(call_to: MakeCaller) -> None:
     assert caller.fails().phase is Phase.REFUSED
 
 
+def test_the_phase_is_this_calls_own(call_to: MakeCaller) -> None:
+    """A call made while another's error is being handled is not taken for that one."""
+    with WireServer([read_request, reset], AGAIN) as server:
+        caller = call_to(server.url)
+        first = caller.fails()
+    try:
+        raise first
+    except TransportError:
+        assert caller.fails().phase is Phase.REFUSED
+
+
 def test_a_connect_that_nobody_answers_times_out(call_to: MakeCaller) -> None:
     """A full listen queue: the connect ends after connect_s, not at the deadline."""
     with _FullQueue() as url:
