@@ -7,7 +7,7 @@ client.abort_until_idle()             # between steps: proves that the engines a
 
 import logging
 
-from rolloutsync.client import EngineStats, RolloutClient, Stats
+from rolloutsync.client import RolloutClient
 from rolloutsync.config import RetryPolicy, Timeouts
 from rolloutsync.errors import (
     BatchError,
@@ -29,6 +29,7 @@ from rolloutsync.jobs import Job
 from rolloutsync.proof import IdleState
 from rolloutsync.sample import Finish, Prompt, Sample, Status, Timing, TopLogprobs, WeightSpan
 from rolloutsync.slot import EngineState, EngineStatus
+from rolloutsync.stats import EngineStats, Stats
 from rolloutsync.sweep import EngineDrain
 
 __all__ = [

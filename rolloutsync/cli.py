@@ -40,7 +40,7 @@ def demo(
     from rolloutsync.sim import SimFleet  # noqa: PLC0415 - an extra, needed by this command alone
 
     console.print(f"starting {engines} simulated engines ...")
-    simulated = SimFleet(engines=engines, max_running_requests=32, tokens_per_second=150.0)
+    simulated = SimFleet(engines=engines, max_running_requests=32, tokens_per_second=150.0, random_when_unseeded=True)
     with simulated as fleet, RolloutClient(fleet.urls) as client:
         _demo(client, prompts, n)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.batch import BatchRules, check_fields
@@ -21,7 +20,7 @@ from rolloutsync.core import Core, Request
 from rolloutsync.dialects.sglang import SGLangDialect
 from rolloutsync.idle import DrainReport
 from rolloutsync.jobs import Job, check_on_error
-from rolloutsync.lifecycle import watch
+from rolloutsync.owner import CoreOwner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,7 +39,7 @@ _SCOPES = ("engine", "own")
 _LEARN_BEFORE_DRAIN_S = 2.0
 
 
-class RolloutClient:
+class RolloutClient(CoreOwner):
     """Drives rollout engines from synchronous code. Thread-safe.
 
     The constructor does no network I/O and starts no thread; the first verb does. Use it as a context manager, or call
@@ -86,7 +85,7 @@ class RolloutClient:
     ) -> None:
         if dialect not in _DIALECTS:
             raise ValueError(f"dialect must be one of {_DIALECTS}, got {dialect!r}")
-        self._config = ClientConfig(
+        config = ClientConfig(
             dialect=dialect,
             engine_concurrency=engine_concurrency,
             retry=RetryPolicy() if retry is None else retry,
@@ -98,24 +97,10 @@ class RolloutClient:
             routed_experts_dtype=routed_experts_dtype,
             progress=progress,
         )
-        self._tokenizer = tokenizer
-        self._session = session
-        self._urls = parse_urls(urls)
-        self._reset()
+        super().__init__(parse_urls(urls), config, session, tokenizer)
 
-    def _reset(self) -> None:
-        self._lock = threading.Lock()  # guards: _urls, _core, _closed. Held while parts are made, never across I/O.
-        self._core: Core | None = None
-        self._closed = False
-        watch(self)
-
-    def _open(self) -> Core:
-        with self._lock:
-            if self._core is None:
-                self._core = Core(self._urls, self._config, self._session)
-                if self._closed:
-                    self._core.close(0.0)
-            return self._core
+    def _make_core(self) -> Core:
+        return Core(self._urls, self._config, self._session)
 
     # --- making samples ---
 
@@ -362,26 +347,7 @@ class RolloutClient:
         """Counts so far. Does not block; works on a closed client."""
         return self._open().stats()
 
-    def _ready(self) -> Core:
-        core = self._open()
-        core.ready()
-        return core
-
-    # --- the end ---
-
-    def close(self, timeout: float = 5.0) -> list[str]:
-        """End everything: samples in flight are aborted and delivered, threads joined, sockets closed. Idempotent.
-
-        Args:
-            timeout: Seconds.
-
-        Returns:
-            Names of threads that did not end in time; empty if all did.
-        """
-        check_number("timeout", timeout)
-        with self._lock:
-            self._closed, core = True, self._core
-        return core.close(timeout) if core is not None else []
+    # --- the end: ``close`` is the owner's ---
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -393,26 +359,6 @@ class RolloutClient:
 
     def __repr__(self) -> str:
         return f"RolloutClient({self._urls!r})"
-
-    # --- pickle and fork ---
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            urls = list(self._urls)
-        return {"urls": urls, "config": self._config, "session": self._session, "tokenizer": self._tokenizer}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._urls, self._config = state["urls"], state["config"]
-        self._session, self._tokenizer = state["session"], state["tokenizer"]
-        self._reset()
-
-    def renew_in_child(self) -> None:
-        """No thread but this one exists here: locks may be held by nobody, sockets are the parent's."""
-        core, closed = self._core, self._closed
-        self._reset()
-        self._closed = closed
-        if core is not None:
-            core.abandon()
 
 
 def _seconds(timeout: Any) -> float | None:

@@ -116,6 +116,19 @@ def _check_plain(url: str, host: str | None, port: int | None) -> None:
         raise ValueError(f"engine URL {url!r} must have no query and no fragment")
 
 
+def parse_urls(urls: Any) -> list[str]:
+    """One URL or several, each in its normal form, duplicates dropped; errors as for ``parse_url``."""
+    if isinstance(urls, str):
+        urls = [urls]
+    try:
+        found = [parse_url(url) for url in urls]
+    except TypeError as error:
+        raise TypeError(f"urls must be a URL or a sequence of URLs: {error}") from None
+    if not found:
+        raise ValueError(f"urls is empty: {urls!r}")
+    return list(dict.fromkeys(found))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
     """All settings of a ``RolloutClient``, as they travel in a pickle; see there for the meaning of each."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rolloutsync.dialects.base import unknown_load
+import orjson
+
+from rolloutsync.dialects.base import Call, unknown_load
 from rolloutsync.errors import ControlError, NotIdleError, RolloutError
 from rolloutsync.gate import GateMode
 from rolloutsync.threads import fan_out
@@ -12,7 +14,7 @@ from rolloutsync.threads import fan_out
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rolloutsync.dialects.base import Call, LoadReading
+    from rolloutsync.dialects.base import LoadReading
     from rolloutsync.engine import Engine
     from rolloutsync.fleet import Fleet
 
@@ -94,6 +96,16 @@ class Controls:
     def resume_memory(self, tags: list[str] | None) -> None:
         """Take memory again everywhere."""
         self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(tags))
+
+
+def control_call(path: Any, json: Any, method: Any) -> Call:
+    """A call to any endpoint, checked."""
+    if not isinstance(path, str) or not path.startswith("/"):
+        raise ValueError(f"path must be a string that begins with '/', got {path!r}")
+    if method not in {"POST", "GET"}:
+        raise ValueError(f"method must be 'POST' or 'GET', got {method!r}")
+    body = None if method == "GET" else orjson.dumps({} if json is None else json, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Call(method=method, path=path, body=body, admin=True)
 
 
 def _bind(engine: Engine, call: Call) -> Callable[[], Any]:

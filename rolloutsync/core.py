@@ -25,6 +25,7 @@ from rolloutsync.retry import Judge
 from rolloutsync.rollout import Rollout
 from rolloutsync.sample import Sample
 from rolloutsync.slot import DEFAULT_LIMIT, LARGEST_LIMIT
+from rolloutsync.stats import EngineStats, Stats
 from rolloutsync.threads import start_thread
 from rolloutsync.transport import Transport
 from rolloutsync.workers import Workers
@@ -196,6 +197,25 @@ class Core:
             start_thread(f"{self.name}-cancel", lambda: self._abort_job(job, _CANCEL_S))
         except RuntimeError:
             self._abort_job(job, _CANCEL_S)
+
+    # --- counts ---
+
+    def stats(self) -> Stats:
+        """Counts so far."""
+        counts, totals = self.ledger.snapshot(), self.fleet.totals()
+        return Stats(
+            admitted=counts["admitted"],
+            open=counts["open"],
+            waiting=self.workers.waiting,
+            completed=counts["COMPLETED"],
+            truncated=counts["TRUNCATED"],
+            aborted=counts["ABORTED"],
+            failed=counts["FAILED"],
+            tokens=counts["tokens"],
+            retries=counts["retries"],
+            gate=self.fleet.gate.value,
+            engines={url: EngineStats(requests=r, retries=a, tokens=t) for url, (r, a, t) in totals.items()},
+        )
 
     # --- the end ---
 
