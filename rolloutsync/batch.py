@@ -25,6 +25,10 @@ _REFUSED_FIELDS = {
     "n": "pass n= to the call",
     **dict.fromkeys((*_IDS_KEYS, *_TEXT_KEYS, "messages"), "prompts go into the batch"),
 }
+_SAMPLING_WORDS = {
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_new_tokens", "min_new_tokens", "stop"),
+    *("stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "sampling_seed"),
+}  # an engine ignores them without a word where they do not belong
 _ID_LIMIT = 2**31
 
 
@@ -48,10 +52,12 @@ class BatchRules:
 
 
 def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
-    """Refuse request fields that are ours to set, and values that are not JSON."""
+    """Refuse request fields that are ours to set or belong elsewhere, and values that are not JSON."""
     for name, value in fields.items():
         if name in _REFUSED_FIELDS:
             raise ValueError(f"{where}request field {name}={value!r} is not accepted: {_REFUSED_FIELDS[name]}")
+        if name in _SAMPLING_WORDS:
+            raise ValueError(f"{where}{name}={value!r} is a sampling parameter: put it into sampling_params")
         if name == "priority" and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{where}priority must be an integer, got {value!r}")
         try:
