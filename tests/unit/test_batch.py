@@ -214,6 +214,7 @@ def test_any_ids_survive(tokens: list[int]) -> None:
         ({"text": "a", "n": 2}, "n=2"),
         ({"text": "a", "rid": "x"}, "rid='x'"),
         ({"text": "a", "stream": True}, "stream=True"),
+        ({"text": "a", "max_new_tokens": 5}, "max_new_tokens=5 is a sampling parameter: put it into sampling_params"),
         ({"text": "a", "bias": float("nan")}, "'bias'"),
         ({"text": "a", "image_data": [float("inf")]}, "'image_data'"),
     ],
@@ -400,6 +401,13 @@ def test_fields_must_be_json(value: Any, kind: type[Exception]) -> None:
     for wrapped in (value, [value], {"a": [value]}):
         with pytest.raises(kind, match=r"request field 'lora_path' cannot be sent as JSON"):
             check_fields({"lora_path": wrapped})
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "max_new_tokens", "stop", "top_k", "sampling_seed"])
+def test_sampling_parameters_in_the_wrong_place_are_refused(name: str) -> None:
+    """An engine would ignore them there, and sample by its defaults."""
+    with pytest.raises(ValueError, match=f"{name}=1 is a sampling parameter: put it into sampling_params"):
+        check_fields({name: 1})
 
 
 def test_fields_that_are_json_pass() -> None:

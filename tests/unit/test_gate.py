@@ -13,36 +13,37 @@ def _gate() -> tuple[Gate, ActiveTime, FakeClock]:
     return Gate(active), active, clock
 
 
+def _modes(gate: Gate, *steps: tuple[str, GateMode | None]) -> list[str]:
+    """The mode after each step: a token, and the mode that it closes in, or None to open."""
+    modes = []
+    for token, mode in steps:
+        if mode is None:
+            gate.open(token)
+        else:
+            gate.close(token, mode)
+        modes.append(gate.mode.value)
+    return modes
+
+
 def test_it_is_open_unless_closed() -> None:
     """Opening in the name of somebody who did not close it is no error."""
     gate, _, _ = _gate()
-    assert gate.mode.value == "open"
-    gate.open("nobody")
-    assert gate.mode.value == "open"
+    assert gate.mode is GateMode.OPEN
+    assert _modes(gate, ("nobody", None)) == ["open"]
 
 
 def test_it_opens_when_the_last_closer_opens() -> None:
     """Closers nest by name, not by count."""
     gate, _, _ = _gate()
-    gate.close("a", GateMode.HOLD)
-    gate.close("b", GateMode.HOLD)
-    gate.close("a", GateMode.HOLD)
-    gate.open("a")
-    assert gate.mode.value == "hold"
-    gate.open("b")
-    assert gate.mode.value == "open"
+    steps = [("a", GateMode.HOLD), ("b", GateMode.HOLD), ("a", GateMode.HOLD), ("a", None), ("b", None)]
+    assert _modes(gate, *steps) == ["hold", "hold", "hold", "hold", "open"]
 
 
 def test_abort_is_stronger_than_hold() -> None:
     """Whatever the order; what was asked for before holds again after."""
     gate, _, _ = _gate()
-    gate.close("drain", GateMode.ABORT)
-    gate.close("pause", GateMode.HOLD)
-    assert gate.mode.value == "abort"
-    gate.open("drain")
-    assert gate.mode.value == "hold"
-    gate.close("drain", GateMode.ABORT)
-    assert gate.mode.value == "abort"
+    steps = [("drain", GateMode.ABORT), ("pause", GateMode.HOLD), ("drain", None), ("drain", GateMode.ABORT)]
+    assert _modes(gate, *steps) == ["abort", "abort", "hold", "abort"]
 
 
 def test_a_closer_may_change_its_mind() -> None:

@@ -25,7 +25,7 @@ def _same_floats(got: object, *expected: float) -> bool:
     return isinstance(got, np.ndarray) and got.dtype == np.float32 and np.allclose(got, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("version", "name"), all_recorded(""))
+@pytest.mark.parametrize(("version", "name"), all_recorded())
 def test_every_recorded_answer_decodes_or_is_refused(version: str, name: str) -> None:
     """Nothing that an engine was ever seen to say raises anything but our own error."""
     exchange = recorded(name, version)
