@@ -16,6 +16,7 @@ from rolloutsync.config import (
     parse_urls,
 )
 from rolloutsync.controls import control_call
+from rolloutsync.clock import Deadline
 from rolloutsync.core import Core, Request
 from rolloutsync.dialects.sglang import SGLangDialect
 from rolloutsync.idle import DrainReport
@@ -239,11 +240,11 @@ class RolloutClient(CoreOwner):
         _check_scope(scope)
         check_number("timeout", timeout)
         core = self._open()
-        core.ready(min(_LEARN_BEFORE_DRAIN_S, timeout))
+        deadline = Deadline.after(core.clock, timeout)
+        core.ready(deadline.within(_LEARN_BEFORE_DRAIN_S))
+        drain = core.drainer.drain_own if scope == "own" else core.drainer.drain
         token = core.controls.kept_closed if keep_closed else None
-        if scope == "own":
-            return core.drainer.drain_own(timeout, keep_closed=token, raise_on_timeout=raise_on_timeout)
-        return core.drainer.drain(timeout, keep_closed=token, raise_on_timeout=raise_on_timeout)
+        return drain(deadline.within(timeout), keep_closed=token, raise_on_timeout=raise_on_timeout)
 
     def pause(self, mode: str = "abort") -> None:
         """Pause every engine, in "abort", "in_place" or "retract" mode; this client's requests wait until ``resume``.

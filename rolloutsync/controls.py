@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rolloutsync.dialects.base import Call, unknown_load
-from rolloutsync.errors import ControlError, NotIdleError, RolloutError
+from rolloutsync.errors import ControlError, NotIdleError, Phase, RolloutError, TransportError
 from rolloutsync.gate import GateMode
+from rolloutsync.slot import EngineState
 from rolloutsync.threads import fan_out
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ class Controls:
         self._pause = object()  # the gate's token while we hold engines paused
         self.kept_closed = object()  # and while a drain has left it closed
 
-    def everywhere(self, verb: str, call_for: Callable[[Engine], Call]) -> dict[str, Any]:
+    def everywhere(self, verb: str, call_for: Callable[[Engine], Call], *, gone_ok: bool = False) -> dict[str, Any]:
         """Make a call at every engine and block until all have answered; the answers by URL.
+
+        With ``gone_ok`` an engine that refuses connections is taken out of the fleet and is no error.
 
         Raises:
             ControlError: It failed at some; the others' answers are in it.
@@ -42,12 +45,21 @@ class Controls:
             try:
                 answers[engine.url] = outcome.get()
             except RolloutError as error:
-                errors[engine.url] = error
+                if not (gone_ok and self._is_gone(engine, error)):
+                    errors[engine.url] = error
         if errors:
             words = "; ".join(f"{url}: {error.message}" for url, error in errors.items())
             message = f"{verb} failed at {len(errors)} of {len(engines)} engines: {words}"
             raise ControlError(message, engine=next(iter(errors)), answers=answers, errors=errors)
         return answers
+
+    def _is_gone(self, engine: Engine, error: RolloutError) -> bool:
+        """Whether nobody listens there: nothing runs and nothing is paused there any more."""
+        if not isinstance(error, TransportError) or error.phase is not Phase.REFUSED:
+            return False
+        self._fleet.set_paused(engine.url, False)
+        self._fleet.set_state(engine.url, EngineState.DOWN, error.message)
+        return True
 
     def loads(self) -> dict[str, LoadReading]:
         """Every engine's load; an UNKNOWN reading where it cannot be read."""
@@ -61,7 +73,7 @@ class Controls:
             engine.dialect.pause(mode)  # refuses an unknown mode before anything happens
         self._fleet.close_gate(self._pause, GateMode.HOLD)
         try:
-            done = self.everywhere("pause", lambda engine: engine.dialect.pause(mode))
+            done = self.everywhere("pause", lambda engine: engine.dialect.pause(mode), gone_ok=True)
         except ControlError as error:
             self._note_paused(error.answers, paused=True)
             raise
@@ -70,7 +82,7 @@ class Controls:
     def resume(self) -> None:
         """Continue every engine, then open the gate."""
         try:
-            done = self.everywhere("resume", lambda engine: engine.dialect.resume())
+            done = self.everywhere("resume", lambda engine: engine.dialect.resume(), gone_ok=True)
         except ControlError as error:
             self._note_paused(error.answers, paused=False)
             raise

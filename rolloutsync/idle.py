@@ -123,13 +123,22 @@ class Drainer:
         return report
 
     def _together(self, deadline: Deadline) -> DrainReport:
-        """Join the drain that is running, or run one for all who come meanwhile."""
-        with self._lock:
-            shared, mine = self._running, self._running is None
-            if shared is None:
-                shared = self._running = _Shared()
-        if not mine:
-            return shared.wait()
+        """Join the drain that is running, or run one for all who come meanwhile.
+
+        Whoever has joined keeps to its own deadline, and drains anew where the other's came first.
+        """
+        while True:
+            with self._lock:
+                shared, mine = self._running, self._running is None
+                if shared is None:
+                    shared = self._running = _Shared()
+            if mine:
+                return self._lead(shared, deadline)
+            shared.ended.wait(deadline.remaining())
+            if deadline.expired or (shared.report is not None and shared.report.idle):
+                return shared.report or self._unfinished()
+
+    def _lead(self, shared: _Shared, deadline: Deadline) -> DrainReport:
         try:
             shared.report = self._all(deadline)
             return shared.report
@@ -137,6 +146,16 @@ class Drainer:
             with self._lock:
                 self._running = None
             shared.ended.set()
+
+    def _unfinished(self) -> DrainReport:
+        """For a call whose time is up while another call's drain goes on."""
+        detail = "another call's drain is still at work here"
+        rids = {
+            engine.url: tuple(lease.rid for lease in self._fleet.leases(engine.url)) for engine in self._fleet.engines()
+        }
+        return DrainReport(
+            tuple(EngineDrain(url, IdleState.UNKNOWN, rids=r, detail=detail) for url, r in rids.items()), 0.0
+        )
 
     def _all(self, deadline: Deadline) -> DrainReport:
         begun = self._clock.monotonic()
@@ -215,14 +234,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.ended = threading.Event()
-        self.report: DrainReport | None = None
-
-    def wait(self) -> DrainReport:
-        """The report, or an error if the drain itself broke off."""
-        self.ended.wait()
-        if self.report is None:
-            raise NotIdleError("the drain that this call had joined was interrupted")
-        return self.report
+        self.report: DrainReport | None = None  # stays None if the drain itself broke off
 
 
 def _bind(call: Callable[..., EngineDrain], *args: object) -> Callable[[], EngineDrain]:

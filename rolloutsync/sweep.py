@@ -89,9 +89,10 @@ class Sweep:
         """Block until the engine is proven idle, is gone, or the deadline comes."""
         while True:
             state = self._once()
-            if state.quiet or self._deadline.expired:
+            if not state.quiet:
+                self._wait(state)
+            if state.quiet or self._deadline.expired:  # no reading without time for it: it would hide the last one
                 return self._report(state)
-            self._wait(state)
 
     def _once(self) -> IdleState:
         """Read once, abort if something runs; what is known then."""

@@ -33,26 +33,35 @@ def test_load_is_balanced(fleet: SimFleet, make_client: MakeClient) -> None:
 
 
 def test_a_group_stays_on_one_engine(fleet: SimFleet, make_client: MakeClient) -> None:
-    """The members of a prompt share its prefix, so they share an engine; the groups are spread."""
-    samples = make_client(fleet).generate(prompts(16), params(50), n=4)
+    """The members of a prompt share its prefix, so they share an engine."""
+    client = make_client(fleet)
+    samples = client.generate(prompts(1), params(50), n=16)
+    assert len({sample.engine for sample in samples}) == 1
+
+
+def test_groups_are_spread(fleet: SimFleet, make_client: MakeClient) -> None:
+    """Many groups: nearly all of them whole (balance goes first), and every engine has its share."""
+    samples = make_client(fleet).generate(prompts(16), params(400), n=4)
     homes = defaultdict(set)
     for sample in samples:
         homes[sample.index].add(sample.engine)
-    assert all(len(engines) == 1 for engines in homes.values())
-    groups = Counter(next(iter(engines)) for engines in homes.values())
-    assert groups == dict.fromkeys(fleet, 4)
+    assert sum(len(engines) == 1 for engines in homes.values()) >= 12
+    counts = Counter(sample.engine for sample in samples)
+    assert set(counts) == set(fleet)
+    assert max(counts.values()) <= 24
 
 
 def test_a_group_keeps_its_rank(make_client: MakeClient) -> None:
     """With data-parallel ranks the members share a rank too, and both ranks get work."""
     with SimFleet(engines=1, dp_size=2, tokens_per_second=1000.0) as fleet:
         client = make_client(fleet)
-        samples = client.generate(prompts(8), params(20), n=4)
+        samples = client.generate(prompts(8), params(400), n=4)
         ranks = defaultdict(set)
         for sample in samples:
             ranks[sample.index].add(sample.dp_rank)
         assert all(len(found) == 1 for found in ranks.values())
-        assert Counter(next(iter(found)) for found in ranks.values()) == {0: 4, 1: 4}
+        counts = Counter(next(iter(found)) for found in ranks.values())
+        assert min(counts[0], counts[1]) >= 3
         assert client.engines()[0].dp_size == 2
 
 
@@ -73,11 +82,10 @@ def test_the_limit_is_never_exceeded(fleet: SimFleet, make_client: MakeClient) -
 
 def test_the_engines_own_limit(make_client: MakeClient) -> None:
     """1.25 times the engine's own running limit over all its ranks, at most 512; 256 where it does not say."""
-    told = [{"max_running_requests": 8}, {"max_running_requests": 8, "dp_size": 2}, {"max_running_requests": 4000}, {}]
     with (
-        ScriptedEngine(**told[0]) as a,
-        ScriptedEngine(**told[1]) as b,
-        ScriptedEngine(**told[2]) as c,
+        ScriptedEngine(max_running_requests=8) as a,
+        ScriptedEngine(max_running_requests=8, dp_size=2) as b,
+        ScriptedEngine(max_running_requests=4000) as c,
         ScriptedEngine() as d,
     ):
         client = make_client([a.url, b.url, c.url, d.url])
