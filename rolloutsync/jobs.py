@@ -190,9 +190,14 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.done:
-            leaving = kind is not None and not issubclass(kind, Exception)  # Ctrl-C: the process wants to end
-            self.abort(_LEAVING_S if leaving else _ABORT_S)
+        if self.done:
+            return
+        if kind is None or issubclass(kind, Exception):
+            self.abort(_ABORT_S)
+            return
+        self._stop.set()  # Ctrl-C: the process wants to end, so nothing is waited for without a limit
+        self._abort(_LEAVING_S)
+        self.wait(_LEAVING_S)
 
 
 class SampleFuture(Future[Sample]):

@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -123,7 +123,7 @@ class ScriptedEngine:
         self,
         story: Story = good,
         *,
-        others: dict[str, Script] | None = None,
+        others: Mapping[str, Script] | None = None,
         backlog: int = 512,
         accepting: threading.Event | None = None,
         closing: bool = False,

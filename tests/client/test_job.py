@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from rolloutsync import BatchError, RolloutClient, Status
+from rolloutsync import BatchError, Job, RolloutClient, Status
+from rolloutsync.clock import Clock
+from rolloutsync.order import Stop
 from rolloutsync.sim import Fault, SimFleet
 from tests.client.kit import ENDLESS, calls, check_sample, generations, in_thread, params, prompts
 from tests.wire import eventually
 
 MakeClient = Callable[..., RolloutClient]
+CLOCK = Clock()
 
 
 def lengths(*tokens: int) -> list[dict[str, object]]:
@@ -83,6 +86,15 @@ def test_leaving_the_block_early_aborts(fleet: SimFleet, make_client: MakeClient
     with pytest.raises(ZeroDivisionError), client.start(prompts(2), ENDLESS) as job:
         raise ZeroDivisionError
     assert job.done
+
+
+def test_ctrl_c_waits_for_nothing_without_a_limit() -> None:
+    """A sample that cannot be ended (its thread hangs in a connect) does not keep the process."""
+    job = Job([None], n=1, on_error="auto", progress=False, clock=CLOCK, stop=Stop(), abort=lambda _: None)
+    began = CLOCK.monotonic()
+    with pytest.raises(KeyboardInterrupt), job:
+        raise KeyboardInterrupt
+    assert CLOCK.monotonic() - began < 1.5
 
 
 def test_an_abort_that_the_engine_ignores(fleet: SimFleet, make_client: MakeClient) -> None:
