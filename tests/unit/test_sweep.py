@@ -147,6 +147,24 @@ def test_an_answer_on_its_way_is_not_aborted_again_and_again() -> None:
     assert engine_clock.monotonic() <= 1011.0
 
 
+def test_zeros_from_before_our_own_had_ended_do_not_count() -> None:
+    """Two readings are needed that were begun after it, however many zeros were seen while it was in flight."""
+    engine = _engine(dies=False)
+    engine.own = ["r"]
+    begun: list[bool] = []  # for each reading, whether something of ours was in flight then
+
+    def answers() -> LoadReading:
+        begun.append(bool(engine.own))
+        if len(begun) == 5:
+            engine.own.clear()
+        return LoadReading(kind=LoadKind.ZERO, stamps=(float(len(begun)),))
+
+    engine.answers = answers
+    engine.abort = lambda rid, *, deadline: engine.aborts.append(0.0)  # type: ignore[method-assign]
+    assert _sweep(engine).state is IdleState.IDLE
+    assert begun == [True] * 5 + [False] * 2
+
+
 def test_never_idle_ends_at_the_deadline_with_few_aborts() -> None:
     """B18: the drain returns in time and names what remained; it never hammers."""
     engine = _engine(running=3, obeys=99, dies=False)
