@@ -48,6 +48,19 @@ class Peer:
     received: bytes = b""
     requests: list[Request] = field(default_factory=list)
 
+    def encrypted(self) -> socket.socket:
+        """The socket, behind a TLS handshake where the server speaks TLS."""
+        if self.server.tls is None:
+            return self.sock
+        plain = self.sock
+        try:
+            self.sock = self.server.tls.wrap_socket(plain, server_side=True)
+        except ssl.SSLError:
+            plain.close()
+            raise
+        self.server.exchange(plain, self.sock)
+        return self.sock
+
     def send(self, data: bytes) -> None:
         try:
             self.sock.sendall(data)
@@ -184,6 +197,11 @@ class WireServer:
             self.requests.append(request)
             self.changed.notify_all()
 
+    def exchange(self, old: socket.socket, new: socket.socket) -> None:
+        """A connection goes on as another socket object."""
+        with self.changed:
+            self._peers[self._peers.index(old)] = new
+
     def forget(self, sock: socket.socket) -> None:
         with self.changed:
             self._peers.remove(sock)
@@ -199,14 +217,11 @@ def _set_event() -> threading.Event:
 
 def _play(peer: Peer, script: Script) -> Callable[[], None]:
     def run() -> None:
-        plain = peer.sock
-        with plain, contextlib.suppress(Left, ssl.SSLError):
-            if peer.server.tls is not None:
-                peer.sock = peer.server.tls.wrap_socket(plain, server_side=True)
-            with peer.sock:
-                for step in script:
-                    step(peer)
-        peer.server.forget(plain)
+        with contextlib.suppress(Left, ssl.SSLError), peer.encrypted() as sock:
+            peer.sock = sock
+            for step in script:
+                step(peer)
+        peer.server.forget(peer.sock)
 
     return run
 

@@ -162,7 +162,7 @@ def test_a_patient_drain_outlives_a_short_one(fleet: SimFleet, make_client: Make
     assert patient.result(10.0).idle
 
 
-@pytest.mark.parametrize("timeout", [0.0, 0.7])
+@pytest.mark.parametrize("timeout", [0.0, 0.4])
 def test_a_load_that_never_reaches_zero(fleet: SimFleet, make_client: MakeClient, timeout: float) -> None:
     """B18: an error within the timeout and a second, with the report; our calls are cut and ABORTED."""
     client = make_client(fleet[0])
@@ -228,8 +228,8 @@ def test_a_silent_engine_that_was_never_known(make_client: MakeClient) -> None:
         client = make_client(engine.url, timeouts=Timeouts())
         began = CLOCK.monotonic()
         with pytest.raises(NotIdleError):
-            client.abort_until_idle(1.2)
-        assert CLOCK.monotonic() - began < 2.2
+            client.abort_until_idle(1.1)
+        assert CLOCK.monotonic() - began < 2.1
 
 
 def test_an_engine_that_is_gone(make_client: MakeClient, fleet: SimFleet) -> None:
@@ -303,7 +303,7 @@ def test_b33_a_drain_beside_a_full_engine(make_client: MakeClient) -> None:
         job = client.start(prompts(10))
         eventually(lambda: engine.counts()["/generate"] == 4, "all hang")
         began = CLOCK.monotonic()
-        drain = in_thread(lambda: client.abort_until_idle(1.5, raise_on_timeout=False))
+        drain = in_thread(lambda: client.abort_until_idle(0.6, raise_on_timeout=False))
         eventually(lambda: engine.counts()["/abort_request"] >= 1, "the abort has arrived")
         assert CLOCK.monotonic() - began < 1.0
         drain.result(5.0)

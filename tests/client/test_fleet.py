@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rolloutsync import EngineState, RolloutClient, Status
+from rolloutsync import EngineState, RolloutClient
 from rolloutsync.sim import Fault, SimFleet
 from tests.client.kit import (
-    SHORT,
     ScriptedEngine,
     check_sample,
     generations,
@@ -176,20 +175,6 @@ def test_a_job_at_a_removed_engine_can_be_aborted(fleet: SimFleet, make_client: 
     assert {row["state"] for row in generations(fleet)} == {"aborted"}
 
 
-def test_a_down_engine_does_not_delay_the_return_of_another(make_client: MakeClient) -> None:
-    """One absent engine hangs on every probe; the other comes back meanwhile."""
-    with SimFleet(engines=1, tokens_per_second=1000.0) as fleet:
-        with ScriptedEngine() as other:
-            client = make_client([other.url, fleet[0]], timeouts=SHORT)
-            client.generate(prompts(2), params(2))
-        fleet.engines[0].kill()
-        assert {sample.status for sample in client.generate([[5]], on_error="return")} == {Status.FAILED}
-        assert {status.state for status in client.engines()} == {EngineState.DOWN}
-        fleet.engines[0].restart()
-        eventually(lambda: client.engines()[1].state is EngineState.LIVE, "it is back", 8.0)
-        check_sample(client.generate([[5]], params(2))[0], [5], 2)
-
-
 def test_a_quarantined_engine_is_proven_idle_first(fleet: SimFleet, make_client: MakeClient) -> None:
     """Its aborts fail, so it may run something of ours: it is back only after abort_all and a proof."""
     engine = fleet.engines[0]
@@ -197,10 +182,10 @@ def test_a_quarantined_engine_is_proven_idle_first(fleet: SimFleet, make_client:
     client.engines()
     engine.add_fault(Fault(kind="drop", seconds=0.02, times=1))
     engine.add_fault(Fault(kind="status", status=500, path="/abort_request", times=1))
-    running = in_thread(lambda: client.generate(prompts(8), params(2000)))
+    running = in_thread(lambda: client.generate(prompts(8), params(700)))
     eventually(lambda: client.engines()[0].state is EngineState.QUARANTINED, "quarantined")
     for sample, ids in zip(running.result(20.0), prompts(8), strict=True):
-        check_sample(sample, ids, 2000)
+        check_sample(sample, ids, 700)
     eventually(lambda: client.engines()[0].state is EngineState.LIVE, "it is back")
     assert engine.state()["aborts"]["abort_all"] >= 1
     assert engine.state()["running"] == 0

@@ -147,12 +147,13 @@ def test_a_control_call_does_not_wait_behind_connects(call_to: MakeCaller) -> No
     """80 generates wait in a full listen queue; a control call may still try to connect at once."""
     accepting = threading.Event()
     with WireServer([read_request, answer(b"ok"), close], backlog=0, accepting=accepting) as server:
-        caller = call_to(server.url, connect_s=30.0)
+        caller = call_to(server.url, connect_s=1.0)
         waiting = [in_thread(lambda: caller.post(seconds=30.0)) for _ in range(80)]
         eventually(lambda: client_states(server.port).count("SYN_SENT") >= 56, "connects hang in the queue")
         before = client_states(server.port).count("SYN_SENT")
         abort = in_thread(lambda: caller.post(path="/abort_request", lane=Lane.CONTROL, seconds=30.0))
         eventually(lambda: client_states(server.port).count("SYN_SENT") > before, "the control call connects", 1.0)
+        caller.transport.cut(lambda _: True, Cut.CLOSE)
         accepting.set()
         eventually(lambda: all(future.done() for future in [*waiting, abort]), "all have ended", 20.0)
 

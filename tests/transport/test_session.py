@@ -166,7 +166,7 @@ class Signing(requests.Session):
 
 def test_a_session_of_another_class_is_used_as_it_is(call_to: MakeCaller) -> None:
     """It makes every request itself; its answers and its silence are handled like ours."""
-    with Signing() as session, WireServer([read_request, answer(b"signed")], [read_request, silence]) as server:
+    with Signing() as session, WireServer([read_request, answer(b"signed"), read_request, silence]) as server:
         adapters = dict(session.adapters)
         caller = call_to(server.url, session=session)
         assert caller.post() == b"signed"

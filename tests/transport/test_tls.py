@@ -49,7 +49,7 @@ def session(certificate: Path) -> requests.Session:
 
 def test_answers_and_reuse(call_to: MakeCaller, tls: ssl.SSLContext, session: requests.Session) -> None:
     """One handshake for two calls, verified against the session's certificate; large bodies both ways."""
-    body = b"x" * 3_000_000
+    body = b"x" * 500_000
     with WireServer([serve(lambda request: head_of(body) + body if request.body == body else b"")], tls=tls) as server:
         caller = call_to(server.url, session=session)
         assert caller.post(body) == body
