@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.batch import BatchRules, check_fields
+from rolloutsync.clock import Deadline
 from rolloutsync.config import (
     GIB,
     ClientConfig,
@@ -16,7 +17,6 @@ from rolloutsync.config import (
     parse_urls,
 )
 from rolloutsync.controls import control_call
-from rolloutsync.clock import Deadline
 from rolloutsync.core import Core, Request
 from rolloutsync.dialects.sglang import SGLangDialect
 from rolloutsync.idle import DrainReport
