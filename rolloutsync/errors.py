@@ -22,6 +22,7 @@ Bad arguments are a plain ``ValueError`` or ``TypeError`` that names the field a
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -96,6 +97,15 @@ class RolloutError(Exception):
     def _travelling(self) -> dict[str, Any]:
         """What a pickle carries beside the message."""
         return dict(vars(self))
+
+
+def _without_cargo(sample: Any) -> Any:
+    """The sample itself if it pickles, else without the user's metadata, which may hold anything."""
+    try:
+        pickle.loads(pickle.dumps(sample))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - whatever the user's objects raise here means: they do not travel
+        return replace(sample, metadata={}, prompt=replace(sample.prompt, metadata={}))
+    return sample
 
 
 def _revive(cls: type[RolloutError], message: str, facts: dict[str, Any], cause: BaseException | None) -> RolloutError:
@@ -184,7 +194,7 @@ class BatchError(RolloutError):
 
     def _travelling(self) -> dict[str, Any]:
         failed = [sample for sample in self.samples if sample.error is not None]
-        return {**vars(self), "samples": failed[:8]}
+        return {**vars(self), "samples": [_without_cargo(sample) for sample in failed[:8]]}
 
 
 class ControlError(RolloutError):

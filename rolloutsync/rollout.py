@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rolloutsync.slot import Lease
 
 log = logging.getLogger("rolloutsync.rollout")
+_FINISHES = {"stop", "length", "abort"}
 
 
 class _Trail:
@@ -107,8 +108,10 @@ class Rollout:
         finally:
             trail.engine_s += self._clock.monotonic() - started
             trail.fresh = False
-        if not segment.finish.type and not self._fleet.calls_off(trail.order):
-            raise ProtocolError("the answer has no finish_reason", engine=trail.engine, rid=trail.rid)
+        kind = segment.finish.type
+        if kind not in _FINISHES and not self._fleet.calls_off(trail.order):
+            words = f"an unknown finish_reason {kind!r}" if kind else "no finish_reason"
+            raise ProtocolError(f"the answer has {words}", engine=trail.engine, rid=trail.rid)
         trail.attempts += 1
         return segment
 

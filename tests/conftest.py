@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import ipaddress
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +24,9 @@ def our_threads() -> set[str]:
 def open_sockets() -> set[str]:
     """Inodes of this process's sockets."""
     found = set()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
+            target = str(fd.readlink())
         except OSError:
             continue
         if target.startswith("socket:"):
@@ -71,6 +71,6 @@ def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.split("%")[0]).is_loopback
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return host == "localhost"

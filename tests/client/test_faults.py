@@ -416,3 +416,12 @@ def test_control_calls_are_never_sent_again(make_client: MakeClient) -> None:
             client.flush_cache()
         stop.set()
         assert engine.counts()["/flush_cache"] == 1
+
+
+def test_an_unknown_finish_reason_is_no_silent_abort(make_client: MakeClient) -> None:
+    """Tried once more like a broken answer, then FAILED with the engine's word in the error."""
+    reason = {"type": "retired"}
+    with ScriptedEngine(lambda request, _: [answer(completion(request, 1, finish_reason=reason))]) as engine:
+        (sample,) = make_client(engine.url).generate([[1, 2]], on_error="return")
+    assert (sample.status, sample.attempts) == (Status.FAILED, 2)
+    assert "unknown finish_reason 'retired'" in str(sample.error)

@@ -95,6 +95,7 @@ def test_64_prompts_x_2_on_two_engines(client: RolloutClient, llama_urls: Sequen
     assert {s.engine for s in samples} == set(llama_urls)
     assert {s.attempts for s in samples} == {1}
     for sample, again in zip(samples, rescored(client, samples), strict=True):
+        assert sample.logprobs is not None
         np.testing.assert_allclose(sample.logprobs, again, atol=0.15)  # bfloat16: prefill and decode round apart
     stats = client.stats()
     assert (stats.admitted, stats.truncated, stats.open, stats.failed) == (256, 256, 0, 0)

@@ -24,7 +24,7 @@ from rolloutsync.errors import (
 )
 from rolloutsync.idle import DrainReport
 from rolloutsync.proof import IdleState
-from rolloutsync.sample import Sample, Status
+from rolloutsync.sample import Prompt, Sample, Status
 from rolloutsync.sweep import EngineDrain
 
 from .makers import prompt
@@ -153,3 +153,12 @@ def test_the_drawing_shows_the_tree() -> None:
     for kind in _KINDS[:]:
         depth = len([base for base in kind.__mro__ if issubclass(base, RolloutError)]) - 1
         assert drawn[kind.__name__] == depth, kind.__name__
+
+
+def test_a_batch_error_pickles_whatever_the_metadata_holds() -> None:
+    """A lock in a failed sample's metadata stays behind; the error and the sample's own error travel."""
+    prompt = Prompt(text="x", metadata={"lock": threading.Lock()})
+    failed = Sample(prompt, 0, 0, status=Status.FAILED, error=RolloutError("why"), metadata=dict(prompt.metadata))
+    revived = pickle.loads(pickle.dumps(BatchError("all failed", samples=[failed], counts={"FAILED": 1})))
+    assert revived.samples[0].error.message == "why"
+    assert revived.samples[0].metadata == {}
