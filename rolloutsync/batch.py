@@ -22,7 +22,11 @@ _OWN_KEYS = {*_IDS_KEYS, *_TEXT_KEYS, "messages", "sampling_params", "image_data
 _REFUSED_FIELDS = {
     "rid": "request ids are rolloutsync's own: they must be unique and of one length",
     "stream": "answers are read whole",
-    "n": "pass n= to the call",
+    "n": "one submit makes one sample, and items share the n= of generate or start",
+    "on_error": "it belongs to generate and start",
+    "progress": "it belongs to generate and start",
+    "metadata": "it goes into the items of the batch, and is never sent",
+    "sampling_params": "it goes into the call or the item as such",
     **dict.fromkeys((*_IDS_KEYS, *_TEXT_KEYS, "messages"), "prompts go into the batch"),
 }
 _SAMPLING_WORDS = {
@@ -30,6 +34,8 @@ _SAMPLING_WORDS = {
     *("stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "sampling_seed"),
 }  # an engine ignores them without a word where they do not belong
 _ID_LIMIT = 2**31
+_FLAGS = {"return_logprob", "return_routed_experts", "return_hidden_states", "return_prompt_token_ids"}
+_COUNTS = {"priority": -(2**63), "logprob_start_len": -1, "top_logprobs_num": 0, "routed_experts_start_len": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +64,25 @@ def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
             raise ValueError(f"{where}request field {name}={value!r} is not accepted: {_REFUSED_FIELDS[name]}")
         if name in _SAMPLING_WORDS:
             raise ValueError(f"{where}{name}={value!r} is a sampling parameter: put it into sampling_params")
-        if name == "priority" and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{where}priority must be an integer, got {value!r}")
+        _check_known_field(name, value, where)
         try:
             to_json(value)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{where}request field {name!r} cannot be sent as JSON: {error}") from None
+
+
+def _check_known_field(name: str, value: Any, where: str) -> None:
+    """Types of the fields that we read ourselves, or that engines answer with an internal error."""
+    if name in _FLAGS and not (isinstance(value, bool) or (value == "last" and name == "return_hidden_states")):
+        raise TypeError(f"{where}{name} must be True or False, got {value!r}")
+    least = _COUNTS.get(name)
+    if least is None or (value is None and name != "priority"):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{where}{name} must be an integer, got {value!r}")
+    if value < least:
+        raise ValueError(f"{where}{name} must be at least {least}, got {value!r}")
 
 
 def read_batch(batch: Any, rules: BatchRules) -> list[Prompt | Sample]:

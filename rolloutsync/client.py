@@ -12,7 +12,9 @@ from rolloutsync.config import (
     RetryPolicy,
     Timeouts,
     check_count,
+    check_has,
     check_number,
+    check_switch,
     parse_url,
     parse_urls,
 )
@@ -86,6 +88,8 @@ class RolloutClient(CoreOwner):
     ) -> None:
         if dialect not in _DIALECTS:
             raise ValueError(f"dialect must be one of {_DIALECTS}, got {dialect!r}")
+        check_has("session", session, "request")
+        check_has("tokenizer", tokenizer, "apply_chat_template")
         config = ClientConfig(
             dialect=dialect,
             engine_concurrency=engine_concurrency,
@@ -176,6 +180,7 @@ class RolloutClient(CoreOwner):
         check_on_error(on_error)
         check_count("n", n)
         limit = _seconds(timeout)
+        check_switch("progress", progress)
         bar = self._config.progress if progress is None else progress
         items = core.read(batch, self._rules(sampling_params, request_fields, n))
         return core.start(Request(items=items, n=n, timeout=limit, on_error=on_error, progress=bar))
@@ -277,7 +282,7 @@ class RolloutClient(CoreOwner):
             NotIdleError: Not proven idle behind a closed gate: a busy engine dies of it.
             ControlError: Some engine did not answer, or refused.
         """
-        self._ready().controls.release_memory(None if tags is None else list(tags))
+        self._ready().controls.release_memory(tags)
 
     def resume_memory(self, tags: Iterable[str] | None = None) -> None:
         """Make every engine take GPU memory again.
@@ -285,7 +290,7 @@ class RolloutClient(CoreOwner):
         Raises:
             ControlError: Some engine did not answer, or refused.
         """
-        self._ready().controls.resume_memory(None if tags is None else list(tags))
+        self._ready().controls.resume_memory(tags)
 
     def control(self, path: str, json: Any = None, *, method: str = "POST") -> dict[str, Any]:
         """Call any endpoint of every engine, with the admin key where there is one. Never re-sent.

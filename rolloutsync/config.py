@@ -31,6 +31,18 @@ def check_count(field: str, value: Any, *, least: int = 1) -> None:
     _require(value >= least, field, value, f"at least {least}")
 
 
+def check_switch(field: str, value: Any) -> None:
+    """Raise unless ``value`` is True, False or None."""
+    if value not in (True, False, None) or isinstance(value, (int, float)) != isinstance(value, bool):
+        raise TypeError(f"{field} must be True, False or None, got {value!r}")
+
+
+def check_has(field: str, value: Any, method: str) -> None:
+    """Raise unless ``value`` is None or has ``method``."""
+    if value is not None and not callable(getattr(value, method, None)):
+        raise TypeError(f"{field} must be an object with a method {method}(), got {value!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """How often and how patiently a sample is tried again. What may be retried at all is in ``rolloutsync.retry``.
@@ -148,6 +160,7 @@ class ClientConfig:
         if self.engine_concurrency is not None:
             check_count("engine_concurrency", self.engine_concurrency)
         check_count("body_budget_bytes", self.body_budget_bytes)
+        check_switch("progress", self.progress)
         for name, kind in (("retry", RetryPolicy), ("timeouts", Timeouts)):
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")

@@ -13,7 +13,7 @@ from rolloutsync.slot import EngineState
 from rolloutsync.threads import fan_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from rolloutsync.dialects.base import LoadReading
     from rolloutsync.engine import Engine
@@ -72,42 +72,60 @@ class Controls:
         for engine in self._fleet.engines():
             engine.dialect.pause(mode)  # refuses an unknown mode before anything happens
         self._fleet.close_gate(self._pause, GateMode.HOLD)
+        if any(self._fleet.is_paused(engine.url) for engine in self._fleet.engines()):
+            self._continue()  # a second mode on top of the first can block an engine
         try:
             done = self.everywhere("pause", lambda engine: engine.dialect.pause(mode), gone_ok=True)
         except ControlError as error:
-            self._note_paused(error.answers, paused=True)
+            unsure = [url for url, reason in error.errors.items() if isinstance(reason, TransportError)]
+            self._note_paused([*error.answers, *unsure], paused=True)  # no answer: it may be paused all the same
             raise
         self._note_paused(done, paused=True)
 
     def resume(self) -> None:
         """Continue every engine, then open the gate."""
+        self._continue()
+        self.reopen()
+
+    def _continue(self) -> None:
         try:
             done = self.everywhere("resume", lambda engine: engine.dialect.resume(), gone_ok=True)
         except ControlError as error:
             self._note_paused(error.answers, paused=False)
             raise
         self._note_paused(done, paused=False)
-        self.reopen()
 
     def reopen(self) -> None:
         """Open the gate again after a pause, or after a drain that kept it closed."""
         self._fleet.open_gate(self._pause, self.kept_closed)
 
-    def _note_paused(self, urls: dict[str, Any], *, paused: bool) -> None:
+    def _note_paused(self, urls: Iterable[str], *, paused: bool) -> None:
         for url in urls:
             self._fleet.set_paused(url, paused)
 
-    def release_memory(self, tags: list[str] | None) -> None:
+    def release_memory(self, tags: Iterable[str] | None) -> None:
         """Give memory back everywhere; refused unless every engine is proven idle: a busy one dies of it."""
+        chosen = _read_tags(tags)
         unproven = self._fleet.unproven()
         if unproven:
             advice = "call abort_until_idle(keep_closed=True) first, resume() after"
             raise NotIdleError(f"release_memory needs proof of idle, which is missing for {unproven}: {advice}")
-        self.everywhere("release_memory", lambda engine: engine.dialect.release_memory(tags))
+        self.everywhere("release_memory", lambda engine: engine.dialect.release_memory(chosen))
 
-    def resume_memory(self, tags: list[str] | None) -> None:
+    def resume_memory(self, tags: Iterable[str] | None) -> None:
         """Take memory again everywhere."""
-        self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(tags))
+        chosen = _read_tags(tags)
+        self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(chosen))
+
+
+def _read_tags(tags: Any) -> list[str] | None:
+    if tags is None:
+        return None
+    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise TypeError(
+            f"tags must be a list of strings such as ['weights', 'kv_cache'], or None for all; got {tags!r}"
+        )
+    return list(tags)
 
 
 def control_call(path: Any, json: Any, method: Any) -> Call:

@@ -153,6 +153,7 @@ class Core:
 
     def _orders(self, request: Request, job: int, stop: Stop) -> list[Order]:
         deadline, now = Deadline.after(self.fleet.active, request.timeout), self.clock.monotonic()
+        active = self.fleet.active.monotonic()
         orders: list[Order] = []
         for index, prompt in enumerate(request.items):
             if isinstance(prompt, Sample):
@@ -167,6 +168,7 @@ class Core:
                     job=job,
                     deadline=deadline,
                     admitted_at=now,
+                    admitted_active=active,
                     priority=priority,
                     stops=(stop,),
                 )
@@ -206,7 +208,7 @@ class Core:
         return Stats(
             admitted=counts["admitted"],
             open=counts["open"],
-            waiting=self.workers.waiting,
+            waiting=counts["waiting"],
             completed=counts["COMPLETED"],
             truncated=counts["TRUNCATED"],
             aborted=counts["ABORTED"],

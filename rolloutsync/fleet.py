@@ -59,7 +59,8 @@ class Fleet:
         self._engine_wait_s = engine_wait_s
         self._concurrency = concurrency
         self._on_trouble = on_trouble
-        # _changed's lock guards: _slots and everything in them, groups' homes, _gate, _closed, _crowded, _drains.
+        # _changed's lock guards: _slots and everything in them, groups' homes, _gate, _closed, _crowded, _dead_since,
+        # _drains.
         # Never held across I/O, callbacks or sleep. Two conditions on one lock: _room wakes those who wait for a lease.
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
@@ -68,6 +69,7 @@ class Fleet:
         self._gate = Gate(active)
         self._closed = False
         self._crowded = False
+        self._dead_since: float | None = None  # active time; None while an engine is live or nobody has looked
         self._drains = 0  # threads in await_none, to be told of each release
 
     # --- membership ---
@@ -130,6 +132,8 @@ class Fleet:
             slot = self._slots.get(url)
             if slot is None or slot.state in {state, EngineState.LEAVING}:
                 return
+            if state is EngineState.LIVE:
+                self._dead_since = None
             before, slot.state, slot.reason = slot.state, state, clip(reason, 300)
             self._wake_locked()
         if state is EngineState.LIVE:
@@ -197,15 +201,15 @@ class Fleet:
         Prefers another engine than ``avoid``. Ends early when the order is called off, at ``deadline``, when the
         client closes, and after ``engine_wait_s`` without any live engine.
         """
-        patience: Deadline | None = None
         with self._changed:
             while True:
+                patience: Deadline | None = None
                 if (turned := self._turned_locked(order, deadline)) is not None:
                     return turned
                 if self._gate.mode is GateMode.OPEN:
                     if (slot := self._choose_locked(order, avoid)) is not None:
                         return self._take_locked(slot, order, rid)
-                    patience = self._patience_locked(patience)
+                    patience = self._patience_locked(order)
                     if patience is not None and patience.expired:
                         return Turned.UNAVAILABLE
                 self._clock.wait(self._room, min(_HEAL_S, _sooner(deadline, patience) or _HEAL_S))
@@ -325,11 +329,18 @@ class Fleet:
             rank = None  # the user chose one
         return slot.take(order, rid, rank, self._clock.monotonic())
 
-    def _patience_locked(self, patience: Deadline | None) -> Deadline | None:
-        """Runs only while no engine is live: one that is merely full is waited for until the sample's deadline."""
+    def _patience_locked(self, order: Order) -> Deadline | None:
+        """When to give up: ``engine_wait_s`` after there was no live engine, or after the order came if that is later.
+
+        One that is merely full is waited for until the sample's deadline. The time is the fleet's, so that orders which
+        wait behind others do not begin it anew.
+        """
         if EngineState.LIVE in self._states_locked():
+            self._dead_since = None
             return None
-        return patience or Deadline.after(self.active, self._engine_wait_s)
+        if self._dead_since is None:
+            self._dead_since = self.active.monotonic()
+        return Deadline(self.active, max(self._dead_since, order.admitted_active) + self._engine_wait_s)
 
 
 def _in_flight(slot: Slot) -> int:

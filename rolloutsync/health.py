@@ -38,7 +38,7 @@ class Watcher:
         self._name = name
         self._lock = threading.Lock()  # guards: _threads, _closed, _asked. Never held across a probe.
         self._asked: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._threads: dict[str, threading.Thread] = {}  # by the URL of the absent engine
+        self._threads: dict[Engine, threading.Thread] = {}  # by absent engine; an added one is not the removed one
         self._closed = False
 
     def learn_new(self, limit_s: float | None = None) -> None:
@@ -66,12 +66,12 @@ class Watcher:
         with self._lock:
             absent = [] if self._closed else self._fleet.engines(EngineState.DOWN, EngineState.QUARANTINED)
             for engine in absent:
-                if engine.url not in self._threads:
+                if engine not in self._threads:
                     self._start_locked(engine)
 
     def _start_locked(self, engine: Engine) -> None:
         try:
-            self._threads[engine.url] = start_thread(f"{self._name}-health", lambda: self._run(engine))
+            self._threads[engine] = start_thread(f"{self._name}-health", lambda: self._run(engine))
         except RuntimeError as error:
             log.warning("engine %s is not probed for now: %s", engine.url, error)
 
@@ -111,7 +111,7 @@ class Watcher:
             with self._lock:
                 absent = self._fleet.engines(EngineState.DOWN, EngineState.QUARANTINED)
                 if self._closed or engine not in absent:
-                    del self._threads[engine.url]  # under the lock: trouble noticed from now on starts another thread
+                    del self._threads[engine]  # under the lock: trouble noticed from now on starts another thread
                     return
             self._readmit(engine)
 

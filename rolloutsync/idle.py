@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rolloutsync.clock import Deadline
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutsync.idle")
 _AFTER_CUT_S = 1.0
+_CONTINUE_S = 2.0
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _COLUMNS = ("engine", "state", "sweeps", "aborts", "seconds", "running", "waiting", "tokens", "ours", "detail")
@@ -99,24 +100,27 @@ class Drainer:
 
     def drain_own(self, timeout: float, *, keep_closed: object | None, raise_on_timeout: bool) -> DrainReport:
         """The same for this client's requests alone: nobody else's are touched, nothing is proven of the engines."""
-        return self._behind_gate(
-            lambda: self.abort_own(timeout, lambda _: True), keep_closed, raise_on_timeout=raise_on_timeout
-        )
+
+        def drain() -> DrainReport:
+            deadline = Deadline.after(self._clock, timeout)
+            for engine in self._fleet.engines():
+                self._continue(engine, deadline)
+            return self.abort_own(deadline.within(timeout), lambda _: True)
+
+        return self._behind_gate(drain, keep_closed, raise_on_timeout=raise_on_timeout)
 
     def _behind_gate(
         self, drain: Callable[[], DrainReport], keep_closed: object | None, *, raise_on_timeout: bool
     ) -> DrainReport:
-        token = object() if keep_closed is None else keep_closed
+        """Drain behind a token of this drain's own, which nobody else can take back; hold the gate before it is."""
+        token = object()
         self._fleet.close_gate(token, GateMode.ABORT)
         try:
             self._drop_waiting()
             report = drain()
-        except BaseException:
-            self._fleet.open_gate(token)
-            raise
-        if keep_closed is not None and report.idle:
-            self._fleet.close_gate(token, GateMode.HOLD)
-        else:
+            if keep_closed is not None and report.idle:
+                self._fleet.close_gate(keep_closed, GateMode.HOLD)
+        finally:
             self._fleet.open_gate(token)
         if not report.idle and raise_on_timeout:
             raise NotIdleError(_not_idle(report), report=report)
@@ -167,23 +171,27 @@ class Drainer:
     def one(self, engine: Engine, deadline: Deadline) -> EngineDrain:
         """Drain one engine; at the deadline, shut the sockets of what is left there (engines abort on disconnect)."""
         url = engine.url
-        self._continue(engine, deadline)
         result = self._sweep(engine, deadline)
-        self._fleet.set_proven(url, result.state.quiet)
         if result.state is IdleState.GONE:
             self._fleet.set_state(url, EngineState.DOWN, result.detail)
-        if result.state.quiet and not result.rids:
-            return result
-        engine.cut(Cut.DRAIN)
-        self._fleet.await_none(url, _AFTER_CUT_S)
+        if result.rids or not result.state.quiet:
+            engine.cut(Cut.DRAIN)
+            self._fleet.await_none(url, _AFTER_CUT_S)
+        if result.state is IdleState.GONE:  # what was in flight there has ended with it
+            result = replace(result, rids=tuple(lease.rid for lease in self._fleet.leases(url)))
+        self._fleet.set_proven(url, result.state.quiet and not result.rids)
         return result
 
     def _continue(self, engine: Engine, deadline: Deadline) -> None:
-        """End our own pause first: a paused engine answers no abort and its load stands still."""
+        """End our own pause first: a paused engine answers no abort and its load stands still.
+
+        Before each sweep anew, and with a share of the time: a pause may be under way while the drain runs.
+        """
         if not self._fleet.is_paused(engine.url):
             return
+        share = Deadline.after(self._clock, deadline.within(_CONTINUE_S))
         try:
-            engine.call(engine.dialect.resume(), deadline=deadline)
+            engine.call(engine.dialect.resume(), deadline=share)
         except RolloutError as error:
             log.warning("engine %s could not be continued before its drain: %s", engine.url, error.message)
             return
@@ -196,6 +204,7 @@ class Drainer:
             own=lambda: [lease.rid for lease in fleet.leases(url)],
             settle=lambda seconds: fleet.await_none(url, seconds),
             rest=fleet.nap,
+            prepare=lambda: self._continue(engine, deadline),
             clock=self._clock,
             deadline=deadline,
         ).run()

@@ -18,6 +18,7 @@ class Ledger:
         self._lock = threading.Lock()  # guards everything below
         self._admitted = 0
         self._open: dict[int, Order] = {}
+        self._waiting: set[int] = set()  # of the open ones, those that no thread has taken yet
         self._ended: Counter[str] = Counter()
         self._tokens = 0
         self._retries = 0
@@ -27,24 +28,32 @@ class Ledger:
         with self._lock:
             self._admitted += len(orders)
             self._open.update((id(order), order) for order in orders)
+            self._waiting.update(map(id, orders))
+
+    def take(self, order: Order) -> None:
+        """A thread has taken the sample's order."""
+        with self._lock:
+            self._waiting.discard(id(order))
 
     def end(self, order: Order, sample: Sample) -> bool:
         """The sample has ended; False if it had ended before, and this second one must not be delivered."""
         with self._lock:
             if self._open.pop(id(order), None) is None:
                 return False
+            self._waiting.discard(id(order))
             self._ended[sample.status.value] += 1
             self._tokens += len(sample.output_ids)
             self._retries += max(0, sample.attempts - 1)
             return True
 
     def snapshot(self) -> dict[str, int]:
-        """All counts at one moment: admitted, open, one for each status, tokens, retries."""
+        """All counts at one moment: admitted, open, waiting, one for each status, tokens, retries."""
         with self._lock:
             ended = {name: self._ended[name] for name in ("COMPLETED", "TRUNCATED", "ABORTED", "FAILED")}
             return {
                 "admitted": self._admitted,
                 "open": len(self._open),
+                "waiting": len(self._waiting),
                 **ended,
                 "tokens": self._tokens,
                 "retries": self._retries,

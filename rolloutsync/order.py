@@ -45,6 +45,7 @@ class Order:
         deadline: Of the whole batch, on active time.
         stops: Any of them set means: end ABORTED.
         admitted_at: Clock seconds.
+        admitted_active: Seconds of active time.
     """
 
     prompt: Prompt
@@ -54,6 +55,7 @@ class Order:
     job: int
     deadline: Deadline
     admitted_at: float
+    admitted_active: float = 0.0
     priority: int = 0
     stops: tuple[Stop, ...] = ()
     own_stop: Stop = field(default_factory=Stop)

@@ -56,6 +56,7 @@ class Sweep:
         own: Request ids of this client that are in flight there now.
         settle: Blocks until ``own()`` is empty, for at most the seconds given.
         rest: Blocks for the seconds given, less when the client closes.
+        prepare: Called before each reading.
         clock: Time.
         deadline: When to give up.
     """
@@ -67,6 +68,7 @@ class Sweep:
         own: Callable[[], list[str]],
         settle: Callable[[float], object],
         rest: Callable[[float], object],
+        prepare: Callable[[], object] = lambda: None,
         clock: Clock,
         deadline: Deadline,
     ) -> None:
@@ -74,6 +76,7 @@ class Sweep:
         self._own = own
         self._settle = settle
         self._rest = rest
+        self._prepare = prepare
         self._clock = clock
         self._deadline = deadline
         self._proof = IdleProof()
@@ -96,6 +99,7 @@ class Sweep:
 
     def _once(self) -> IdleState:
         """Read once, abort if something runs; what is known then."""
+        self._prepare()
         ours = bool(self._own())
         begun_at = self._clock.monotonic()
         reading = self._read()

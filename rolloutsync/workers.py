@@ -105,6 +105,7 @@ class Workers:
         """A worker's life: take the next order, make its sample, deliver it; leave after ten idle seconds."""
         while (work := self._next()) is not None:
             order, deliver = work
+            self._ledger.take(order)
             self._hand_over(order, deliver, self._make(order))
 
     def _next(self) -> tuple[Order, Deliver] | None:
@@ -138,12 +139,6 @@ class Workers:
             deliver(order, sample)
         except Exception:  # a thread's outermost frame: the callback is ours, and one sample's must not end the worker
             log.exception("delivery of sample %d/%d failed", order.index, order.member)
-
-    @property
-    def waiting(self) -> int:
-        """Orders that no thread has taken yet."""
-        with self._changed:
-            return len(self._waiting)
 
     def drop(self, job: int | None = None) -> None:
         """Deliver what no thread has taken yet (of one job, or of all) ABORTED and unsent, from this thread."""

@@ -63,6 +63,8 @@ def as_mapping(params: Any, known: Collection[str]) -> dict[str, Any]:
     if hasattr(params, "keys"):
         return {key: _plain(params[key]) for key in params.keys()}  # noqa: SIM118 - any mapping-like object
     found = {key: getattr(params, key) for key in known if getattr(params, key, None) is not None}
+    if found.get("n") == 1:  # the default of other libraries' classes
+        del found["n"]
     if not found:
         raise TypeError(f"sampling_params must be a dict or an object with such attributes, got {params!r}")
     return {key: _plain(value) for key, value in found.items()}
@@ -77,7 +79,7 @@ def _plain(value: Any) -> Any:
 
 def check_members(params: Mapping[str, Any]) -> None:
     """Refuse ``n`` inside sampling parameters."""
-    if params.get("n") not in (None, 1):
+    if params.get("n") is not None:
         raise ValueError(f"sampling_params['n'] is {params['n']!r}: pass n= to the call; members are separate requests")
 
 

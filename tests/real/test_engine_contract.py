@@ -25,6 +25,14 @@ EXPERTS = 8
 LATER_SNAPSHOTS = 2
 
 
+@pytest.fixture(
+    params=[pytest.param("sim", marks=pytest.mark.slow), pytest.param("real", marks=pytest.mark.real)],
+)
+def engine_kind(request: pytest.FixtureRequest) -> str:
+    """As everywhere here, but the simulated half is left to the slow suite: it takes as long as the real one waits."""
+    return str(request.param)
+
+
 @pytest.fixture
 def engine(llama_urls: Sequence[str]) -> Iterator[RawEngine]:
     """The first of the dense engines."""

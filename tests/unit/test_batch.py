@@ -412,7 +412,15 @@ def test_sampling_parameters_in_the_wrong_place_are_refused(name: str) -> None:
 
 def test_fields_that_are_json_pass() -> None:
     """Numpy included; a priority is an integer of either sign."""
-    check_fields({"a": None, "b": [1, {"c": np.array([1.5])}], "priority": -3, "token_ids_logprob": np.arange(3)})
+    check_fields(
+        {
+            "a": None,
+            "b": [1, {"c": np.array([1.5])}],
+            "priority": -3,
+            "logprob_start_len": None,
+            "token_ids_logprob": np.arange(3),
+        }
+    )
     for bad in (1.5, "1", True, None):
         with pytest.raises(TypeError, match="priority must be an integer"):
             check_fields({"priority": bad})

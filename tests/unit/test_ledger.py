@@ -31,6 +31,7 @@ def test_counts_by_how_it_ended() -> None:
     assert ledger.snapshot() == {
         "admitted": 5,
         "open": 1,
+        "waiting": 1,
         "COMPLETED": 1,
         "TRUNCATED": 1,
         "ABORTED": 1,
@@ -38,6 +39,18 @@ def test_counts_by_how_it_ended() -> None:
         "tokens": 7,
         "retries": 6,
     }
+
+
+def test_waiting_until_a_thread_takes_it() -> None:
+    """Never more than are open; what is dropped untaken is not waiting either."""
+    ledger, orders = Ledger(), [order() for _ in range(3)]
+    ledger.admit(orders)
+    ledger.take(orders[0])
+    assert (ledger.snapshot()["open"], ledger.snapshot()["waiting"]) == (3, 2)
+    ledger.end(orders[1], _ended(orders[1], Status.ABORTED, attempts=0))
+    assert (ledger.snapshot()["open"], ledger.snapshot()["waiting"]) == (2, 1)
+    ledger.end(orders[0], _ended(orders[0], Status.COMPLETED))
+    assert (ledger.snapshot()["open"], ledger.snapshot()["waiting"]) == (1, 1)
 
 
 def test_a_second_end_is_refused() -> None:

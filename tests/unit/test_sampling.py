@@ -49,7 +49,7 @@ def test_we_know_exactly_the_keys_that_the_engine_knows() -> None:
         ({"max_tokens": 5, "max_new_tokens": None}, {"max_new_tokens": 5}),
         ({"max_tokens": None, "max_new_tokens": 5}, {"max_new_tokens": 5}),
         ({"stop": None, "temperature": 0}, {"temperature": 0}),
-        ({"n": 1}, {}),
+        (SimpleNamespace(n=1, top_p=0.5), {"top_p": 0.5}),
         ({"n": None}, {}),
         ({"top_k": -1}, {"top_k": -1}),
         ({"stop": "a"}, {"stop": "a"}),
@@ -167,7 +167,7 @@ def test_bad_values_are_named_before_anything_is_sent(key: str, values: list[Any
 
 def test_the_users_dict_is_never_changed() -> None:
     """Nor anything in it, nor by what happens to ours."""
-    given = {"max_tokens": 5, "stop": ["a"], "stop_token_ids": [1], "n": 1, "top_p": None, "logit_bias": {5: 1.0}}
+    given = {"max_tokens": 5, "stop": ["a"], "stop_token_ids": [1], "n": None, "top_p": None, "logit_bias": {5: 1.0}}
     before = copy.deepcopy(given)
     checked = _check(given)
     checked["stop"].append("b")
@@ -214,3 +214,9 @@ def test_text_and_images_are_sent() -> None:
     )
     body = json.loads(call.body or b"")
     assert body == {"text": "häh", "image_data": ["aGk="], "rid": "r", "sampling_params": {}}
+
+
+def test_n_in_a_dict_is_refused_even_when_it_is_one() -> None:
+    """A dict says what its writer meant; an object's n=1 is the default of another library's class."""
+    with pytest.raises(ValueError, match=r"sampling_params\['n'\] is 1: pass n= to the call"):
+        _check({"n": 1})
