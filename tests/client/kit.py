@@ -7,7 +7,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -56,20 +55,6 @@ def generations(fleet: SimFleet) -> list[dict[str, Any]]:
 def calls(fleet: SimFleet, path: str) -> int:
     """How often a path was called, over the fleet."""
     return sum(engine.state()["requests"].get(path, 0) for engine in fleet.engines)
-
-
-def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Runs a call in a thread of its own."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="caller", daemon=True).start()
-    return future
 
 
 # --- a scripted engine ------------------------------------------------------------------------------------------------

@@ -10,17 +10,8 @@ import requests
 from rolloutsync import ControlError, EngineHTTPError, NotIdleError, RolloutClient, Status
 from rolloutsync.clock import Clock
 from rolloutsync.sim import Fault, SimFleet
-from tests.client.kit import (
-    ScriptedEngine,
-    body_of,
-    calls,
-    check_sample,
-    error_answer,
-    generations,
-    in_thread,
-    params,
-    prompts,
-)
+from tests.background import in_thread
+from tests.client.kit import ScriptedEngine, body_of, calls, check_sample, error_answer, generations, params, prompts
 from tests.wire import eventually
 
 MakeClient = Callable[..., RolloutClient]

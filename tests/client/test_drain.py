@@ -12,18 +12,8 @@ import pytest
 from rolloutsync import IdleState, NotIdleError, RolloutClient, Status, Timeouts
 from rolloutsync.clock import Clock
 from rolloutsync.sim import Fault, SimFleet
-from tests.client.kit import (
-    ENDLESS,
-    SHORT,
-    ScriptedEngine,
-    calls,
-    check_sample,
-    generations,
-    in_thread,
-    params,
-    prompts,
-    quiet,
-)
+from tests.background import in_thread
+from tests.client.kit import ENDLESS, SHORT, ScriptedEngine, calls, check_sample, generations, params, prompts, quiet
 from tests.wire import answer, eventually, silence
 
 MakeClient = Callable[..., RolloutClient]

@@ -22,6 +22,7 @@ from rolloutsync import (
     TransportError,
 )
 from rolloutsync.sim import Fault, SimFleet
+from tests.background import in_thread
 from tests.client.kit import (
     QUICK,
     ScriptedEngine,
@@ -31,7 +32,6 @@ from tests.client.kit import (
     error_answer,
     generations,
     good,
-    in_thread,
     params,
     prompts,
     quiet,

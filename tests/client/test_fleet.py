@@ -9,15 +9,8 @@ import pytest
 
 from rolloutsync import EngineState, RolloutClient
 from rolloutsync.sim import Fault, SimFleet
-from tests.client.kit import (
-    ScriptedEngine,
-    check_sample,
-    generations,
-    good,
-    in_thread,
-    params,
-    prompts,
-)
+from tests.background import in_thread
+from tests.client.kit import ScriptedEngine, check_sample, generations, good, params, prompts
 from tests.wire import Request, Script, answer, eventually, wait_for
 
 MakeClient = Callable[..., RolloutClient]

@@ -16,6 +16,7 @@ import requests
 from rolloutsync import BatchError, ClientClosedError, EngineHTTPError, Prompt, RolloutClient, Sample, Status
 from rolloutsync.sim import SimFleet
 from rolloutsync.sim.tokenizer import Tokenizer
+from tests.background import in_thread
 from tests.client.kit import (
     ENDLESS,
     ScriptedEngine,
@@ -25,7 +26,6 @@ from tests.client.kit import (
     error_answer,
     generations,
     good,
-    in_thread,
     params,
     prompts,
 )

@@ -10,7 +10,8 @@ from rolloutsync import BatchError, Job, RolloutClient, Status
 from rolloutsync.clock import Clock
 from rolloutsync.order import Stop
 from rolloutsync.sim import Fault, SimFleet
-from tests.client.kit import ENDLESS, calls, check_sample, generations, in_thread, params, prompts
+from tests.background import in_thread
+from tests.client.kit import ENDLESS, calls, check_sample, generations, params, prompts
 from tests.wire import eventually
 
 MakeClient = Callable[..., RolloutClient]

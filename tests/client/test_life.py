@@ -20,17 +20,8 @@ from requests import PreparedRequest
 from rolloutsync import EngineState, RolloutClient, Status
 from rolloutsync.clock import Clock
 from rolloutsync.sim import SimFleet
-from tests.client.kit import (
-    ENDLESS,
-    ScriptedEngine,
-    check_sample,
-    completion,
-    generations,
-    in_thread,
-    params,
-    prompts,
-    quiet,
-)
+from tests.background import in_thread
+from tests.client.kit import ENDLESS, ScriptedEngine, check_sample, completion, generations, params, prompts, quiet
 from tests.wire import Request, close, eventually
 
 MakeClient = Callable[..., RolloutClient]

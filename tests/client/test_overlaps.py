@@ -9,7 +9,8 @@ import pytest
 from rolloutsync import ControlError, IdleState, NotIdleError, RolloutClient, Status, Timeouts
 from rolloutsync.clock import Clock
 from rolloutsync.sim import Fault, SimFleet
-from tests.client.kit import ENDLESS, ScriptedEngine, good, in_thread, params, prompts
+from tests.background import in_thread
+from tests.client.kit import ENDLESS, ScriptedEngine, good, params, prompts
 from tests.wire import eventually
 
 MakeClient = Callable[..., RolloutClient]

@@ -13,6 +13,7 @@ from rolloutsync.clock import Clock, Deadline
 from rolloutsync.config import Timeouts
 from rolloutsync.errors import TransportError
 from rolloutsync.transport import Lane, Transport
+from tests.background import in_thread
 
 T = TypeVar("T")
 CLOCK = Clock()
@@ -75,20 +76,6 @@ class Caller:
         except TransportError as error:
             return error
         raise AssertionError(f"the call did not break: {status} {body!r:.80}")
-
-
-def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Runs a call in a thread of its own."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - handed to the test
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="caller", daemon=True).start()
-    return future
 
 
 def all_at_once(calls: Iterable[Callable[[], T]]) -> list[Future[T]]:

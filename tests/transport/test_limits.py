@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from rolloutsync.errors import Cut, Phase, TransportError
-from tests.transport.kit import Caller, all_at_once, in_thread
+from tests.background import in_thread
+from tests.transport.kit import Caller, all_at_once
 from tests.wire import (
     Request,
     WireServer,
@@ -175,7 +176,8 @@ def test_hammer(call_to: MakeCaller) -> None:
 
 FORK = """
 import os, threading
-from tests.transport.kit import Caller, in_thread, make_transport
+from tests.background import in_thread
+from tests.transport.kit import Caller, make_transport
 from tests.wire import WireServer, head_of, play, read_request, send, tell, wait_for
 
 slow_came, go = threading.Event(), threading.Event()

@@ -10,7 +10,8 @@ import pytest
 
 from rolloutsync.errors import Cut
 from rolloutsync.transport import Lane
-from tests.transport.kit import CLOCK, Caller, in_thread
+from tests.background import in_thread
+from tests.transport.kit import CLOCK, Caller
 from tests.wire import (
     WireServer,
     answer,

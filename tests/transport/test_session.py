@@ -14,7 +14,8 @@ from requests.adapters import HTTPAdapter
 
 from rolloutsync.errors import Cut, Phase
 from rolloutsync.transport import Lane
-from tests.transport.kit import CLOCK, Caller, in_thread
+from tests.background import in_thread
+from tests.transport.kit import CLOCK, Caller
 from tests.wire import Request, WireServer, answer, read_request, serve, silence
 
 MakeCaller = Callable[..., Caller]

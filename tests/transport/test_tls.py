@@ -13,7 +13,8 @@ import pytest
 import requests
 
 from rolloutsync.errors import Cut, Phase
-from tests.transport.kit import CLOCK, Caller, in_thread
+from tests.background import in_thread
+from tests.transport.kit import CLOCK, Caller
 from tests.wire import WireServer, answer, head_of, read_request, send, serve, silence, tell, wait_for
 
 MakeCaller = Callable[..., Caller]
