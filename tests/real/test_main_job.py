@@ -70,7 +70,7 @@ def check_aligned(samples: list[Sample]) -> None:
 def rescored(client: RolloutClient, samples: list[Sample]) -> list[np.ndarray[Any, Any]]:
     """The engine's own logprobs of each sample's output, read off as part of a prompt."""
     batch = [{"input_ids": s.tokens, "logprob_start_len": len(s.tokens) - len(s.output_ids) - 1} for s in samples]
-    scored = client.generate(batch, {"max_new_tokens": 1, "temperature": 1.0})
+    scored = client.generate(batch, {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True})
     found = []
     for sample, again in zip(samples, scored, strict=True):
         assert again.prompt_logprobs is not None
