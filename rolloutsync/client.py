@@ -20,7 +20,6 @@ from rolloutsync.config import (
 )
 from rolloutsync.controls import control_call
 from rolloutsync.core import Core, Request
-from rolloutsync.dialects.sglang import SGLangDialect
 from rolloutsync.idle import DrainReport
 from rolloutsync.jobs import Job, check_on_error
 from rolloutsync.owner import CoreOwner
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     import requests
 
-    from rolloutsync.dialects.base import LoadReading
+    from rolloutsync.dialects.base import Dialect, LoadReading
     from rolloutsync.sample import Sample
     from rolloutsync.slot import EngineStatus
     from rolloutsync.stats import Stats
@@ -182,7 +181,7 @@ class RolloutClient(CoreOwner):
         limit = _seconds(timeout)
         check_switch("progress", progress)
         bar = self._config.progress if progress is None else progress
-        items = core.read(batch, self._rules(sampling_params, request_fields, n))
+        items = core.read(batch, self._rules(core.dialect, sampling_params, request_fields, n))
         return core.start(Request(items=items, n=n, timeout=limit, on_error=on_error, progress=bar))
 
     def submit(
@@ -200,12 +199,11 @@ class RolloutClient(CoreOwner):
             A future of the sample, also of a failed one. ``cancel()`` aborts it; its result is then the partial.
         """
         core, limit = self._open(), _seconds(timeout)
-        items = core.read([prompt], self._rules(sampling_params, request_fields, 1))
+        items = core.read([prompt], self._rules(core.dialect, sampling_params, request_fields, 1))
         return core.submit(Request(items=items, n=1, timeout=limit, on_error="return", progress=False))
 
-    def _rules(self, sampling_params: Any, request_fields: dict[str, Any], n: int) -> BatchRules:
+    def _rules(self, dialect: Dialect, sampling_params: Any, request_fields: dict[str, Any], n: int) -> BatchRules:
         check_fields(request_fields)
-        dialect = SGLangDialect()
         return BatchRules(
             dialect=dialect,
             sampling=dialect.check_sampling(sampling_params),

@@ -24,7 +24,7 @@ from rolloutsync.order import Group, Order, Stop
 from rolloutsync.retry import Judge
 from rolloutsync.rollout import Rollout
 from rolloutsync.sample import Sample
-from rolloutsync.slot import DEFAULT_LIMIT, LARGEST_LIMIT
+from rolloutsync.slot import LARGEST_LIMIT
 from rolloutsync.stats import EngineStats, Stats
 from rolloutsync.threads import start_thread
 from rolloutsync.transport import Transport
@@ -68,11 +68,10 @@ class Core:
         self.name = f"rolloutsync-{next(_names)}"
         self._config = config
         self.dialect = SGLangDialect()
-        limit = config.engine_concurrency or max(DEFAULT_LIMIT, LARGEST_LIMIT)
         self.transport = Transport(
             clock=self.clock,
             timeouts=config.timeouts,
-            pool_size=limit,
+            pool_size=config.engine_concurrency or LARGEST_LIMIT,
             budget_bytes=config.body_budget_bytes,
             session=session,
             name=self.name,

@@ -248,6 +248,10 @@ class Fleet:
             slots = list(self._slots.values()) if url is None else [s for s in (self._slots.get(url),) if s]
             return [lease for slot in slots for lease in slot.leases.values() if of is None or of(lease.order)]
 
+    def rids(self, url: str) -> list[str]:
+        """Ids of our requests in flight at one engine."""
+        return [lease.rid for lease in self.leases(url)]
+
     def await_none(self, url: str, seconds: float, *, of: Callable[[Order], bool] | None = None) -> bool:
         """Block until no request of ours is in flight at an engine, for at most ``seconds``; whether that is so."""
         until = Deadline.after(self._clock, seconds)

@@ -136,7 +136,7 @@ class Watcher:
             return False
         sweep = Sweep(
             engine,
-            own=lambda: [lease.rid for lease in fleet.leases(url)],
+            own=lambda: fleet.rids(url),
             settle=lambda seconds: fleet.await_none(url, seconds),
             rest=fleet.nap,
             clock=self._clock,

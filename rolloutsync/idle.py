@@ -154,12 +154,11 @@ class Drainer:
     def _unfinished(self) -> DrainReport:
         """For a call whose time is up while another call's drain goes on."""
         detail = "another call's drain is still at work here"
-        rids = {
-            engine.url: tuple(lease.rid for lease in self._fleet.leases(engine.url)) for engine in self._fleet.engines()
-        }
-        return DrainReport(
-            tuple(EngineDrain(url, IdleState.UNKNOWN, rids=r, detail=detail) for url, r in rids.items()), 0.0
-        )
+        drains = [
+            EngineDrain(engine.url, IdleState.UNKNOWN, rids=tuple(self._fleet.rids(engine.url)), detail=detail)
+            for engine in self._fleet.engines()
+        ]
+        return DrainReport(tuple(drains), 0.0)
 
     def _all(self, deadline: Deadline) -> DrainReport:
         begun = self._clock.monotonic()
@@ -178,7 +177,7 @@ class Drainer:
             engine.cut(Cut.DRAIN)
             self._fleet.await_none(url, _AFTER_CUT_S)
         if result.state is IdleState.GONE:  # what was in flight there has ended with it
-            result = replace(result, rids=tuple(lease.rid for lease in self._fleet.leases(url)))
+            result = replace(result, rids=tuple(self._fleet.rids(url)))
         self._fleet.set_proven(url, result.state.quiet and not result.rids)
         return result
 
@@ -201,7 +200,7 @@ class Drainer:
         fleet, url = self._fleet, engine.url
         return Sweep(
             engine,
-            own=lambda: [lease.rid for lease in fleet.leases(url)],
+            own=lambda: fleet.rids(url),
             settle=lambda seconds: fleet.await_none(url, seconds),
             rest=fleet.nap,
             prepare=lambda: self._continue(engine, deadline),

@@ -6,9 +6,11 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rolloutsync.sample import begin
+
 if TYPE_CHECKING:
     from rolloutsync.clock import Deadline
-    from rolloutsync.sample import Prompt
+    from rolloutsync.sample import Prompt, Sample
 
 
 class Stop:
@@ -64,6 +66,10 @@ class Order:
     def stopped(self) -> bool:
         """Whether it was called off."""
         return self.own_stop.is_set or any(stop.is_set for stop in self.stops)
+
+    def blank(self) -> Sample:
+        """The sample with nothing generated yet."""
+        return begin(self.prompt, self.index, self.member)
 
 
 def new_rid() -> str:

@@ -19,7 +19,7 @@ from rolloutsync.errors import (
 )
 from rolloutsync.fleet import Turned
 from rolloutsync.order import new_rid
-from rolloutsync.sample import Sample, Segment, Status, Timing, begin, extend
+from rolloutsync.sample import Sample, Segment, Status, Timing, extend
 from rolloutsync.slot import EngineState
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutsync.rollout")
 _FINISHES = {"stop", "length", "abort"}
+_CALLED_OFF = {Cut.DRAIN, Cut.ABORT, Cut.CLOSE}
 
 
 class _Trail:
@@ -121,7 +122,7 @@ class Rollout:
         """A whole answer. An abort that nobody asked for, with an error status, is the engine's error."""
         finish = segment.finish
         asked = self._fleet.calls_off(trail.order)
-        sample = extend(begin(trail.order.prompt, trail.order.index, trail.order.member), segment)
+        sample = extend(trail.order.blank(), segment)
         if finish.type == "abort" and not asked and (finish.status_code or 0) >= 400:
             words = f"the engine ended the sample ({finish.status_code}): {finish.message}"
             trail.last_error = EngineAbortError(words, engine=trail.engine, rid=trail.rid, attempts=trail.attempts)
@@ -139,13 +140,13 @@ class Rollout:
         if called_off:
             return self._ended(trail, None)
         error = trail.last_error
-        if isinstance(error, TransportError) and error.cut is Cut.DEADLINE:
+        if error is not None and _cut(error) is Cut.DEADLINE:
             error = self._out_of_time(trail)
         return self._ended(trail, error)
 
     def _ended(self, trail: _Trail, error: RolloutError | None) -> Sample:
         """A sample without an answer: ABORTED, or FAILED with ``error``."""
-        blank = begin(trail.order.prompt, trail.order.index, trail.order.member)
+        blank = trail.order.blank()
         if error is None:
             return self._stamp(trail, blank)
         error.attempts, error.rid = trail.attempts, error.rid or trail.rid
@@ -170,8 +171,7 @@ class Rollout:
         verdict = self._judge.judge(error, attempts=trail.attempts, broken_answers=trail.broken_answers)
         trail.attempts += verdict.counts
         trail.broken_answers += isinstance(error, ProtocolError)
-        cut = _cut_by_us(error)
-        out_of_time = isinstance(error, TransportError) and error.cut is Cut.DEADLINE
+        out_of_time, cut = _cut(error) is Cut.DEADLINE, _cut(error) in _CALLED_OFF
         if verdict.unreachable and not cut and not out_of_time:
             self._fleet.set_state(lease.engine.url, EngineState.DOWN, error.message)
         called_off = (cut or self._fleet.calls_off(trail.order)) and not verdict.definite
@@ -204,8 +204,9 @@ class Rollout:
             self._fleet.set_state(engine.url, EngineState.QUARANTINED, reason)
 
 
-def _cut_by_us(error: RolloutError) -> bool:
-    return isinstance(error, TransportError) and error.cut in {Cut.DRAIN, Cut.ABORT, Cut.CLOSE}
+def _cut(error: RolloutError) -> Cut | None:
+    """Why we ended the exchange ourselves, or None if that is not what happened."""
+    return error.cut if isinstance(error, TransportError) else None
 
 
 def _version(segment: Segment | None) -> str | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rolloutsync.admission import Admission
 from rolloutsync.clock import Deadline
 from rolloutsync.errors import ClientClosedError, RolloutError
-from rolloutsync.sample import Sample, Status, begin
+from rolloutsync.sample import Sample, Status
 from rolloutsync.threads import start_thread
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Workers:
             if self._closed:
                 raise ClientClosedError("the client is closed")
             if not self._threads and not self._starting:
-                self._threads.add(start_thread(f"{self._name}-worker-{next(self._numbers)}", self._run))
+                self._threads.add(self._start_one())
             self._ledger.admit(orders)
             for (job, priority), line in lines.items():
                 self._waiting.put(line, job=job, priority=priority)
@@ -91,7 +91,7 @@ class Workers:
         """Start ``count`` threads, or as many as the system gives."""
         for started in range(count):
             try:
-                thread = start_thread(f"{self._name}-worker-{next(self._numbers)}", self._run)
+                thread = self._start_one()
             except RuntimeError as error:
                 log.warning("only %d worker threads (%s): raise RLIMIT_NPROC or pids.max", len(self._threads), error)
                 with self._changed:
@@ -100,6 +100,9 @@ class Workers:
             with self._changed:
                 self._starting -= 1
                 self._threads.add(thread)
+
+    def _start_one(self) -> threading.Thread:
+        return start_thread(f"{self._name}-worker-{next(self._numbers)}", self._run)
 
     def _run(self) -> None:
         """A worker's life: take the next order, make its sample, deliver it; leave after ten idle seconds."""
@@ -129,7 +132,7 @@ class Workers:
             log.exception("sample %d/%d: unexpected error", order.index, order.member)
             wrapped = RolloutError(f"internal error: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
-            return replace(begin(order.prompt, order.index, order.member), status=Status.FAILED, error=wrapped)
+            return replace(order.blank(), status=Status.FAILED, error=wrapped)
 
     def _hand_over(self, order: Order, deliver: Deliver, sample: Sample) -> None:
         if not self._ledger.end(order, sample):
@@ -145,7 +148,7 @@ class Workers:
         with self._changed:
             dropped = self._waiting.take(job)
         for order, deliver in dropped:
-            self._hand_over(order, deliver, begin(order.prompt, order.index, order.member))
+            self._hand_over(order, deliver, order.blank())
 
     def close(self) -> None:
         """Take nothing more; what waits is delivered ABORTED."""
