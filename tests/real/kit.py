@@ -59,12 +59,12 @@ def ensure(report: Report) -> Kit:
     """
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
-    with _only_one(root / "lock", report):
+    with only_one(root / "lock", report):
         venv = root / f"sglang-{_pinned('sglang')}-{_digest(REQUIREMENTS)}"
         models = root / f"models-{_digest(REQUIREMENTS, MAKE_MODELS)}"
         python = venv / "bin" / "python"
-        _once(venv, lambda: _install(venv, report))
-        _once(models, lambda: _make_models(python, models, report))
+        once(venv, lambda: _install(venv, report))
+        once(models, lambda: _make_models(python, models, report))
     return Kit(python=python, llama=models / "llama", llama_other=models / "llama-other", moe=models / "moe")
 
 
@@ -74,7 +74,8 @@ def cache_root() -> Path:
 
 
 @contextmanager
-def _only_one(path: Path, report: Report) -> Iterator[None]:
+def only_one(path: Path, report: Report) -> Iterator[None]:
+    """Holds a file lock, for which it waits up to 15 minutes; raises `KitError` if it does not get it."""
     with path.open("w") as file:
         _lock(file.fileno(), path, report)
         yield
@@ -85,7 +86,7 @@ def _lock(fd: int, path: Path, report: Report) -> None:
     waiting = False
     while not _locked(fd):
         if not waiting:
-            report(f"another run is building the real-engine kit; waiting for {path}")
+            report(f"another run is filling the cache; waiting for {path}")
         waiting = True
         if time.monotonic() > deadline:
             raise KitError(f"{path} was still locked by another run after {LOCK_TIMEOUT_S:.0f} s")
@@ -100,7 +101,8 @@ def _locked(fd: int) -> bool:
     return True
 
 
-def _once(folder: Path, build: Callable[[], None]) -> None:
+def once(folder: Path, build: Callable[[], None]) -> None:
+    """Builds a folder unless a whole one is there. For the holder of the lock."""
     if (folder / MARKER).exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -118,19 +120,20 @@ def _install(venv: Path, report: Report) -> None:
     report(f"installing SGLang {_pinned('sglang')} for CPU (2.7 GB, one to five minutes) into {venv}")
     started = time.monotonic()
     log = venv.parent / "install.log"
-    _run([str(base), "-m", "venv", str(venv)], log)
+    run([str(base), "-m", "venv", str(venv)], log)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-    _run([*pip, "-r", str(REQUIREMENTS)], log)
+    run([*pip, "-r", str(REQUIREMENTS)], log)
     report(f"installed in {time.monotonic() - started:.0f} s")
 
 
 def _make_models(python: Path, folder: Path, report: Report) -> None:
     report(f"making the tiny checkpoints (1 MB, ten seconds) in {folder}")
     environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(SHIMS)}
-    _run([str(python), str(MAKE_MODELS), str(folder)], folder.parent / "models.log", environment)
+    run([str(python), str(MAKE_MODELS), str(folder)], folder.parent / "models.log", environment)
 
 
-def _run(command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+def run(command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    """Runs a step of a build and keeps what it says; raises `KitError` with the end of it if it fails."""
     with log.open("w") as output:
         try:
             done = subprocess.run(
