@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ KEYS = (
 DEFAULT_MAX_NEW_TOKENS = 128
 
 _SEED_LIMIT = 2**63
+_MOST_STOP_REGEXES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class Sampling:
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -83,6 +86,7 @@ def parse(params: Mapping[str, Any], *, modern: bool = True) -> Sampling:
         max_new_tokens=given.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS),
         min_new_tokens=given.get("min_new_tokens", 0),
         stop=_strings(given.get("stop", ())),
+        stop_regex=_regexes(given.get("stop_regex", ())),
         stop_token_ids=frozenset(given.get("stop_token_ids", ())),
         ignore_eos=bool(given.get("ignore_eos", False)),
         skip_special_tokens=bool(given.get("skip_special_tokens", True)),
@@ -96,6 +100,18 @@ def parse(params: Mapping[str, Any], *, modern: bool = True) -> Sampling:
 
 def _strings(value: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _regexes(value: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
+    patterns = _strings(value)
+    if len(patterns) > _MOST_STOP_REGEXES:
+        raise ValueError(f"at most {_MOST_STOP_REGEXES} stop_regex patterns are allowed, got {len(patterns)}")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:  # the engine does not expect it and answers as to any bug of its own
+            raise TypeError(f"stop_regex {pattern!r}: {error}") from error
+    return patterns
 
 
 def _check_ranges(given: Mapping[str, Any], *, modern: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,8 @@ class TokenStream:
     def runs_free(self) -> bool:
         """Whether only the length can end it, so that nobody needs to look ahead."""
         sampling = self._sampling
-        return sampling.ignore_eos and not sampling.stop_token_ids and not sampling.stop
+        stops = sampling.stop_token_ids or sampling.stop or sampling.stop_regex
+        return sampling.ignore_eos and not stops
 
     @property
     def version(self) -> str:
@@ -83,7 +85,7 @@ class TokenStream:
         self._look_for_stops(start)
 
     def _look_for_stops(self, start: int) -> None:
-        found = [hit for hit in (self._stop_token(start), self._stop_string(start)) if hit is not None]
+        found = [hit for hit in (self._stop_token(start), self._stop_text(start)) if hit is not None]
         if not found:
             return
         count, matched = min(found, key=lambda hit: hit[0])
@@ -100,19 +102,27 @@ class TokenStream:
         position = next(hits, None)
         return None if position is None else (position + 1, self.tokens[position])
 
-    def _stop_string(self, start: int) -> tuple[int, str] | None:
-        strings = self._sampling.stop
-        if not strings:
+    def _stop_text(self, start: int) -> tuple[int, str] | None:
+        sampling = self._sampling
+        if not (sampling.stop or sampling.stop_regex):
             return None
-        longest = max(len(string.encode()) for string in strings)
-        first = max(0, start - longest)
+        longest = max((len(string.encode()) for string in sampling.stop), default=0)
+        first = 0 if sampling.stop_regex else max(0, start - longest)
         text = b"".join(self._model.tokenizer.pieces(self.tokens[first:start]))
         for position in range(start, len(self.tokens)):
             text += self._model.tokenizer.piece(self.tokens[position])
-            matched = next((string for string in strings if string.encode() in text), None)
-            if matched is not None and position + 1 >= self._sampling.min_new_tokens:
+            matched = self._match(text)
+            if matched is not None and position + 1 >= sampling.min_new_tokens:
                 return position + 1, matched
         return None
+
+    def _match(self, text: bytes) -> str | None:
+        """Returns the stop string that is in a text, or else the stop regex that finds something there."""
+        for string in self._sampling.stop:
+            if string.encode() in text:
+                return string
+        decoded = text.decode("utf-8", "replace") if self._sampling.stop_regex else ""
+        return next((pattern for pattern in self._sampling.stop_regex if re.search(pattern, decoded)), None)
 
     def change_weights(self, version: str, count: int) -> None:
         """Lets everything behind the first `count` tokens come from other weights."""
