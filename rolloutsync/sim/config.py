@@ -32,6 +32,7 @@ _NOT_NEGATIVE = (
     "update_s",
     "hidden_size",
 )
+_NONE_OR_POSITIVE = ("waiting_timeout_s", "running_timeout_s")
 _POSITIVE = (
     "tokens_per_second",
     "prefill_tokens_per_second",
@@ -88,6 +89,9 @@ class SimConfig:
         random_when_unseeded: Requests without a seed differ from each other; False makes them use seed 0.
         stream_interval: Tokens per streamed chunk.
         backlog: Length of the listen queue.
+        waiting_timeout_s: A request that waits longer is answered with 503 (SGLANG_REQ_WAITING_TIMEOUT); None never.
+        running_timeout_s: A request that runs longer is answered with 503 (SGLANG_REQ_RUNNING_TIMEOUT); None never.
+        enable_metrics: Whether there is `/metrics`, as with the flag of that name.
     """
 
     port: int = 0
@@ -126,6 +130,9 @@ class SimConfig:
     random_when_unseeded: bool = False
     stream_interval: int = 1
     backlog: int = 2048
+    waiting_timeout_s: float | None = None
+    running_timeout_s: float | None = None
+    enable_metrics: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers(_AT_LEAST_ONE, lambda value: value >= 1, "at least 1")
@@ -137,6 +144,8 @@ class SimConfig:
         queued = self.max_queued_requests
         self._require("max_queued_requests", queued is None or queued >= 0, "None or at least 0")
         self._require("version", _parse(self.version) is not None, "a version such as '0.5.23'")
+        given = tuple(name for name in _NONE_OR_POSITIVE if getattr(self, name) is not None)
+        self._check_numbers(given, lambda value: value > 0, "None or above 0")
         self._check_experts()
 
     def _check_numbers(self, names: tuple[str, ...], good: Any, wanted: str) -> None:

@@ -16,6 +16,7 @@ from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.loads import Load, Snapshots
 from rolloutsync.sim.prefill import Prefill
 from rolloutsync.sim.request import Phase, Refusal, SimRequest
+from rolloutsync.sim.timeouts import RAN_TOO_LONG, WAITED_TOO_LONG, Timeouts
 
 LOOK_AHEAD_TOKENS = 256
 HEADROOM_TOKENS = 16
@@ -39,6 +40,7 @@ class Rank:
         self.peak_running = 0
         self.busy_s = 0.0
         self._config = config
+        self._timeouts = Timeouts(config)
         self._now = now
         self._extra_s = 0.0
         self._paused_at = 0.0
@@ -157,7 +159,11 @@ class Rank:
     def next_event(self) -> float | None:
         """Returns when `advance` has something to do, or None."""
         times = [self._arriving[0].arrives] if self._arriving else []
+        if (patience := self._timeouts.waiting_end(self.waiting)) is not None:
+            times.append(patience)
         if not self.paused:
+            if (limit := self._timeouts.running_end(self.running.values())) is not None:
+                times.append(limit)
             if self.prefill.running:
                 times.append(self.prefill.end)
             self._drop_stale()
@@ -177,7 +183,11 @@ class Rank:
 
     def _do(self, at: float) -> None:
         while self._arriving and self._arriving[0].arrives <= at:
+            self._arriving[0].queued_at = at
             self.waiting.append(self._arriving.popleft())
+        for request in self._timeouts.waited(self.waiting, at):
+            self.waiting.remove(request)
+            self._end(request, at, WAITED_TOO_LONG)
         if self.paused:
             return
         if self.prefill.running and self.prefill.end <= at:
@@ -186,6 +196,9 @@ class Rank:
         while self._due and self._due[0][0] <= at:
             self._reach(heapq.heappop(self._due)[2], at)
             self._drop_stale()
+        for request in self._timeouts.ran(self.running.values(), at):
+            request.settle(at, self.step_s)
+            self._leave(request, at, RAN_TOO_LONG)
         if (full := self._full_at()) is not None and full <= at:
             self._retract([max(self.running.values(), key=lambda request: request.serial)], at)
         self._admit(at)
@@ -219,12 +232,13 @@ class Rank:
             if used and used + request.size + headroom > self._config.max_total_tokens:
                 return
             used += request.size
-            self._begin(self.waiting.popleft())
+            self._begin(self.waiting.popleft(), at)
 
-    def _begin(self, request: SimRequest) -> None:
+    def _begin(self, request: SimRequest, at: float) -> None:
         cached = self._cached_of(request)
         if not request.retractions:
             request.cached_tokens = cached
+            request.entered_at = at
         request.phase, request.to_prefill = Phase.PREFILL, request.size - cached
         self._hit_rate = cached / request.size
         self._reserved += len(request.prompt) + request.stream.limit
@@ -278,7 +292,7 @@ class Rank:
         else:
             self._plan(request)
 
-    def _leave(self, request: SimRequest, at: float, finish: dict[str, Any]) -> None:
+    def _leave(self, request: SimRequest, at: float, finish: dict[str, Any] | Refusal) -> None:
         del self.running[request.serial]
         self._reserved -= len(request.prompt) + request.stream.limit
         request.stream.cut(request.count)
@@ -305,6 +319,7 @@ class Rank:
             request.stream.cut(request.count)
             request.phase = Phase.WAITING
             if request.cut_at is None:
+                request.queued_at = at
                 self.waiting.appendleft(request)
             else:
                 self._end(request, at, ABORTED)

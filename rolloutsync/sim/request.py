@@ -40,6 +40,8 @@ class SimRequest:
         stream: Its output tokens.
         on_done: Called once, when the last token is there or the generation was aborted.
         dp_rank: The rank that the client wants, or None.
+        queued_at: When it came into the waiting queue, or came back there.
+        entered_at: When its first prefill began.
         count: Tokens that count, as of `since`.
         due: When the next thing happens to it.
         cut_at: How many tokens an abort lets it have, once it was aborted.
@@ -56,6 +58,8 @@ class SimRequest:
     phase: Phase = Phase.WAITING
     rank: int = 0
     arrives: float = 0.0
+    queued_at: float = 0.0
+    entered_at: float = 0.0
     finished: float = 0.0
     count: int = 0
     since: float = 0.0
