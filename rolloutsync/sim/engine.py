@@ -23,6 +23,7 @@ from rolloutsync.sim.request import SimRequest
 from rolloutsync.sim.sampling import Sampling
 from rolloutsync.sim.scheduler import Scheduler
 from rolloutsync.sim.stream import TokenStream, model_of
+from rolloutsync.sim.totals import Totals
 from rolloutsync.sim.weights import Weights
 
 ABORT_ONCE_SINCE = (0, 5, 20)
@@ -34,6 +35,7 @@ class Live:
     """A request id that is in use."""
 
     record: Record
+    stream: bool = False
     abort_sent: bool = False
 
 
@@ -48,6 +50,7 @@ class Engine:
         self.weights = Weights()
         self.faults = FaultBook(self.freeze, self.thaw)
         self.ledger = Ledger()
+        self.totals = Totals()
         self.live: dict[str, Live] = {}
         self.paused = False
         self.released = False
@@ -101,7 +104,7 @@ class Engine:
 
     # Generations
 
-    def register(self, asked: Iterable[Job]) -> list[Live]:
+    def register(self, asked: Iterable[Job], *, stream: bool = False) -> list[Live]:
         """Takes the request ids of one call.
 
         Raises:
@@ -111,10 +114,10 @@ class Engine:
         for job in wanted:
             if job.rid in self.live:
                 raise value_error(f"Duplicate request ID detected: {job.rid}")
-        return [self._register(job) for job in wanted]
+        return [self._register(job, stream=stream) for job in wanted]
 
-    def _register(self, job: Job) -> Live:
-        live = Live(Record(job.rid, len(job.prompt), ""))
+    def _register(self, job: Job, *, stream: bool) -> Live:
+        live = Live(Record(job.rid, len(job.prompt), ""), stream=stream)
         self.live[job.rid] = live
         self.ledger.records.append(live.record)
         return live
@@ -122,7 +125,9 @@ class Engine:
     def forget(self, asked: Iterable[Job]) -> None:
         """Frees the request ids of one call."""
         for job in asked:
-            self.live.pop(job.rid).record.close()
+            live = self.live.pop(job.rid)
+            self.totals.ended(live.record.request, stream=live.stream)
+            live.record.close()
 
     async def enter(self) -> None:
         """Waits out pauses and weight updates, then counts the caller as in flight until `leave`."""
@@ -154,8 +159,10 @@ class Engine:
     def abort(self, rid: str, *, everything: bool) -> None:
         """What `/abort_request` does: only a live id gets through, and then takes all that start with it along."""
         if everything:
+            self.totals.aborts += 1
             self.scheduler.abort(lambda _: True)
         elif rid and self._may_abort(rid):
+            self.totals.aborts += 1
             self.scheduler.abort(lambda request: request.rid.startswith(rid))
         self.tick()
 

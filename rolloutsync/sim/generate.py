@@ -85,7 +85,7 @@ class GenerateEndpoint:
         try:
             body = loads_body(await read_body(receive), scope["path"])
             asked = jobs.parse(body, self._engine.config, self._engine.model.tokenizer)
-            self._engine.register(asked.jobs)
+            self._engine.register(asked.jobs, stream=asked.stream)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return

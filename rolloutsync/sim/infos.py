@@ -97,8 +97,22 @@ def _arguments(engine: Engine) -> dict[str, Any]:
 
 async def models(engine: Engine, _: Request) -> Response:
     """Answers `/v1/models`."""
+    return json_response({"object": "list", "data": [_card(engine)]})
+
+
+async def model(engine: Engine, request: Request) -> Response:
+    """Answers `/v1/models/{model}`."""
+    name = request.path_params["model"]
+    if name == engine.config.model_path:
+        return json_response(_card(engine))
+    words = f"The model '{name}' does not exist"
+    error = {"message": words, "type": "invalid_request_error", "param": "model", "code": "model_not_found"}
+    return json_response({"error": error}, 404)
+
+
+def _card(engine: Engine) -> dict[str, Any]:
     name = engine.config.model_path
-    model = {
+    return {
         "id": name,
         "object": "model",
         "created": int(time.time()),
@@ -107,7 +121,6 @@ async def models(engine: Engine, _: Request) -> Response:
         "parent": None,
         "max_model_len": engine.config.context_length,
     }
-    return json_response({"object": "list", "data": [model]})
 
 
 async def weight_version(engine: Engine, _: Request) -> Response:

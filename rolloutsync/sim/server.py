@@ -20,6 +20,7 @@ from rolloutsync.sim import controls, infos, loadviews, simroutes, weightroutes
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.engine import Engine
 from rolloutsync.sim.generate import GenerateEndpoint
+from rolloutsync.sim.openai import ROUTES, OpenAIEndpoint
 from rolloutsync.sim.replies import ApiError, json_response
 from rolloutsync.sim.wire import FaultGate, WireProtocol
 
@@ -64,10 +65,15 @@ class Table:
 def make_app(engine: Engine) -> ASGIApp:
     """Returns the ASGI application of one engine."""
     table = Table(engine)
-    table.routes.append(Route("/generate", GenerateEndpoint(engine), methods=["POST", "PUT"]))
+    generate = GenerateEndpoint(engine)
+    table.routes.append(Route("/generate", generate, methods=["POST", "PUT"]))
+    for route in ROUTES:
+        table.routes.append(Route(route.path, OpenAIEndpoint(engine, generate, route), methods=["POST"]))
     _add_infos(table)
     _add_controls(table)
     _add_weights(table)
+    if engine.config.enable_metrics:
+        _add_metrics(table)
     for path, handler, methods in (
         ("/sim/state", simroutes.state, GET),
         ("/sim/reset", simroutes.reset, POST),
@@ -84,6 +90,7 @@ def _add_infos(table: Table) -> None:
     table.add("/server_info", infos.server_info, GET, since=(0, 5, 6))
     table.add("/get_server_info", infos.server_info, GET)
     table.add("/v1/models", infos.models, GET)
+    table.add("/v1/models/{model:path}", infos.model, GET)
     table.add("/get_weight_version", infos.weight_version, GET, since=(0, 5, 1), until=(0, 5, 21))
     table.add("/weight_version", infos.weight_version, GET, since=(0, 5, 6), until=(0, 5, 21))
     table.add("/health", infos.health, GET)
@@ -114,6 +121,12 @@ def _add_weights(table: Table) -> None:
     table.add("/init_weights_update_group", weightroutes.init_group, POST, guarded=True)
     table.add("/destroy_weights_update_group", weightroutes.destroy_group, POST, since=(0, 5, 4), guarded=True)
     table.add("/update_weight_version", weightroutes.set_version, POST, since=(0, 5, 1), guarded=True)
+
+
+def _add_metrics(table: Table) -> None:
+    from rolloutsync.sim.metrics import metrics  # noqa: PLC0415 - only who wants metrics needs prometheus-client
+
+    table.add("/metrics", metrics, GET)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
