@@ -10,17 +10,19 @@ closes its socket. Nothing here sleeps for luck: what takes time waits on an eve
 from __future__ import annotations
 
 import contextlib
-import gzip
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from tests.kernel import deafen
+
 WAIT_S = 10.0
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Peer:
             self.sock.sendall(data)
         except OSError as error:
             raise Left from error
+
+    def send_answer(self, body: bytes) -> None:
+        self.send(head_of(body) + body)
 
     def more(self) -> bool:
         """Receives some bytes; False at the client's end."""
@@ -115,9 +120,9 @@ class WireServer:
     ) -> None:
         self._scripts = scripts
         self._accepting = accepting or _set_event()
-        self._listener = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
-        )
+        self._host, self._backlog = host, backlog
+        self._family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=self._family, backlog=backlog)
         self.port: int = self._listener.getsockname()[1]
         self.tls = tls
         scheme = "http" if tls is None else "https"
@@ -145,14 +150,35 @@ class WireServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
+    def reopen(self) -> None:
+        """Comes back on the same port."""
+        self._listener = socket.create_server((self._host, self.port), family=self._family, backlog=self._backlog)
+        self._start(self._accept)
+
+    def die(self) -> None:
+        """What happens to the sockets of a killed process: connections are reset, new ones refused."""
+        self.refuse()
+        for sock in self._open_peers():
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                sock.shutdown(socket.SHUT_RD)  # wakes the script, which closes it
+
+    def vanish(self) -> None:
+        """What happens when a host loses its network: no packet is answered any more, open connections included."""
+        for sock in (self._listener, *self._open_peers()):
+            deafen(sock)
+
+    def _open_peers(self) -> list[socket.socket]:
+        with self.changed:
+            return list(self._peers)
+
     def close(self) -> None:
         self.closing.set()
         self._accepting.set()
         self.refuse()
         with self.changed:
-            peers = list(self._peers)
             self.changed.notify_all()
-        for sock in peers:
+        for sock in self._open_peers():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -266,12 +292,6 @@ def send(data: bytes) -> Step:
     return lambda peer: peer.send(data)
 
 
-def answer_gzip(body: bytes) -> Step:
-    """Answers compressed."""
-    packed = gzip.compress(body)
-    return send(head_of(packed, "200 OK", "Content-Encoding: gzip") + packed)
-
-
 def answer_chunked(*chunks: bytes, last: bool = True) -> Step:
     """Answers in chunks, with or without the one that ends the body."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -315,7 +335,7 @@ def silence(peer: Peer) -> None:
 
 def reset(peer: Peer) -> None:
     """Resets the connection."""
-    peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     raise Left
 
 
@@ -363,23 +383,6 @@ def play(choose: Callable[[Request], Script]) -> Step:
                 inner(peer)
 
     return step
-
-
-# --- what the kernel knows --------------------------------------------------------------------------------------------
-
-_STATES = {"01": "ESTABLISHED", "02": "SYN_SENT", "06": "TIME_WAIT", "08": "CLOSE_WAIT", "0A": "LISTEN"}
-
-
-def client_states(port: int) -> list[str]:
-    """TCP states of the client ends of all connections to a loopback port."""
-    return sorted(state for remote, state in _tcp_table() if remote == port and state not in {"TIME_WAIT", "LISTEN"})
-
-
-def _tcp_table() -> Iterator[tuple[int, str]]:
-    with open("/proc/net/tcp", encoding="ascii") as table:  # noqa: PTH123
-        for line in table.readlines()[1:]:
-            _, _, remote, state = line.split()[:4]
-            yield int(remote.rpartition(":")[2], 16), _STATES.get(state, state)
 
 
 def eventually(holds: Callable[[], bool], what: str, timeout: float = WAIT_S) -> None:

@@ -37,17 +37,23 @@ def fleet(shared_fleet: SimFleet) -> Iterator[SimFleet]:
 
 
 @pytest.fixture
-def make_client() -> Iterator[MakeClient]:
-    """Makes clients with short limits, which are closed after the test."""
+def client_to() -> Iterator[MakeClient]:
+    """Makes clients with their default settings, which are closed after the test."""
     made: list[RolloutClient] = []
 
     def make(urls: Any, **options: Any) -> RolloutClient:
-        made.append(RolloutClient(urls, **{"retry": QUICK, "timeouts": SHORT, "progress": False, **options}))
+        made.append(RolloutClient(urls, **{"progress": False, **options}))
         return made[-1]
 
     yield make
     for client in made:
         assert client.close() == []
+
+
+@pytest.fixture
+def make_client(client_to: MakeClient) -> MakeClient:
+    """Makes clients with short limits, which are closed after the test."""
+    return lambda urls, **options: client_to(urls, **{"retry": QUICK, "timeouts": SHORT, **options})
 
 
 @pytest.fixture

@@ -67,19 +67,19 @@ def body_of(request: Request) -> dict[str, Any]:
     return value
 
 
-def completion(request: Request, tokens: int = 2, **meta: Any) -> bytes:
-    """The JSON of a whole answer to a /generate request."""
+def completion(request: Request, tokens: int = 2, *, ids: Sequence[int] | None = None, **meta: Any) -> bytes:
+    """The JSON of a whole answer to a /generate request, with these output ids or with so many from 100 on."""
     body = body_of(request)
-    ids = list(range(100, 100 + tokens))
+    ids = list(range(100, 100 + tokens)) if ids is None else list(ids)
     info = {
         "id": body["rid"],
-        "finish_reason": {"type": "length", "length": tokens},
+        "finish_reason": {"type": "length", "length": len(ids)},
         "prompt_tokens": len(body.get("input_ids") or [1]),
-        "completion_tokens": tokens,
+        "completion_tokens": len(ids),
         "output_token_logprobs": [[-0.5, token, None] for token in ids],
         **meta,
     }
-    return json.dumps({"text": "x" * tokens, "output_ids": ids, "meta_info": info}).encode()
+    return json.dumps({"text": "x" * len(ids), "output_ids": ids, "meta_info": info}).encode()
 
 
 def good(request: Request, _: int = 0) -> Script:
@@ -90,6 +90,9 @@ def good(request: Request, _: int = 0) -> Script:
 def quiet(request: Request, _: int = 0) -> Script:
     """No answer."""
     return [silence]
+
+
+E = TypeVar("E", bound="ScriptedEngine")
 
 
 class ScriptedEngine:
@@ -122,7 +125,7 @@ class ScriptedEngine:
         self._last: Script = [close] if closing else []
         self.server = WireServer([play(self._choose)], backlog=backlog, accepting=accepting)
 
-    def __enter__(self) -> ScriptedEngine:
+    def __enter__(self: E) -> E:
         self.server.__enter__()
         return self
 

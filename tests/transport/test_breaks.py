@@ -11,6 +11,8 @@ import pytest
 from rolloutsync.errors import Cut, Phase, TransportError
 from rolloutsync.transport import Lane
 from tests.background import in_thread
+from tests.kernel import client_states
+from tests.steps import NEVER_ENDING
 from tests.transport.kit import CLOCK, Caller
 from tests.wire import (
     Peer,
@@ -18,9 +20,7 @@ from tests.wire import (
     WireServer,
     answer,
     answer_chunked,
-    client_states,
     close,
-    drip,
     eventually,
     head_of,
     read_request,
@@ -217,26 +217,15 @@ class _FullQueue:
 ENDLESS = b"x" * 1000
 
 
-STORIES: dict[str, Script] = {
-    "silence": [silence],
-    "header drip": [drip(head_of(ENDLESS) + ENDLESS, 0.1)],
-    "body drip": [send(head_of(ENDLESS)), drip(ENDLESS, 0.1)],
-    "close-delimited drip": [send(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"), drip(ENDLESS, 0.1)],
-    "chunk drip": [send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"), drip(b"1\r\nx\r\n" * 100, 0.1)],
-    "short body": [send(head_of(ENDLESS) + b"x" * 60), silence],
-    "interim drip": [drip(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100, 0.05)],
-}
-
-
 def test_a_deadline_ends_every_kind_of_waiting(call_to: MakeCaller) -> None:
     """B02, B03: within a second after the deadline, as a deadline, and the socket is not used again."""
-    cases = [(name, lane) for name in STORIES for lane in Lane]
+    cases = [(name, lane) for name in NEVER_ENDING for lane in Lane]
     calls = [in_thread(lambda case=case: _ends_in_time(call_to, *case)) for case in cases]  # type: ignore[misc]
     assert [call.result(10.0) for call in calls] == cases
 
 
 def _ends_in_time(call_to: MakeCaller, name: str, lane: Lane) -> tuple[str, Lane]:
-    with WireServer([read_request, *STORIES[name]], AGAIN) as server:
+    with WireServer([read_request, *NEVER_ENDING[name]], AGAIN) as server:
         caller = call_to(server.url)
         began = CLOCK.monotonic()
         error = caller.fails(lane=lane, seconds=0.5)

@@ -11,14 +11,14 @@ import pytest
 from rolloutsync.errors import Cut
 from rolloutsync.transport import Lane
 from tests.background import in_thread
+from tests.kernel import client_states
+from tests.steps import answer_packed
 from tests.transport.kit import CLOCK, Caller
 from tests.wire import (
     WireServer,
     answer,
     answer_chunked,
-    answer_gzip,
     answer_until_close,
-    client_states,
     close,
     eventually,
     interim,
@@ -48,7 +48,7 @@ def test_a_connection_is_used_again(call_to: MakeCaller) -> None:
     [
         (answer(b"x" * 300_000), b"x" * 300_000),
         (answer_chunked(b"one", b"two" * 50_000, b"three"), b"one" + b"two" * 50_000 + b"three"),
-        (answer_gzip(b"text" * 50_000), b"text" * 50_000),
+        (answer_packed(b"text" * 50_000), b"text" * 50_000),
         (answer(b""), b""),
     ],
     ids=["length", "chunked", "gzip", "empty"],
