@@ -46,6 +46,7 @@ _FLOORS = {
     "client": 8,
     "__init__": 9,
     "cli": 9,
+    "ray_actor": 9,
 }
 _HEAVY = {"torch", "ray", "sglang", "vllm", "uvicorn", "starlette", "matplotlib", "typer", "rich", "asyncio"}
 _LINES = 400
@@ -125,11 +126,12 @@ def test_only_the_transport_knows_the_http_library() -> None:
 
 
 def test_the_core_imports_nothing_heavy() -> None:
-    """The command line alone may, and inside its functions."""
+    """The command line and the actor alone may: these are what they are for."""
     wrong = [
         (module, name)
         for module, name, typing_only, nested in _every_import()
         if name.split(".")[0] in _HEAVY and not typing_only and module != "cli" and not nested
+        if (module, name) != ("ray_actor", "ray")
     ]
     assert not wrong
 

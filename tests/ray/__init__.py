@@ -1,0 +1,1 @@
+"""The actor, on a real local Ray; see conftest.py."""

@@ -1,0 +1,162 @@
+"""Fixtures of the Ray tests, which run under the marker `ray`: Ray itself, simulated engines, actors that are ended.
+
+Nothing here imports Ray before a test needs it, so the fast suite does without. A Ray test without Ray fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rolloutsync import RetryPolicy, Timeouts
+from rolloutsync.sim import SimFleet
+from tests.conftest import SETTLE_S, our_threads
+from tests.ray.cluster import local_ray
+from tests.real.network import Namespace
+
+ROUTED = (16, 8, 64)  # layers, topk, experts: answers that are too large for Ray to send beside its messages
+OPTIONS: dict[str, Any] = {
+    "retry": RetryPolicy(backoff_base_s=0.02, backoff_cap_s=0.1),
+    "timeouts": Timeouts(connect_s=2.0, control_s=5.0, sample_s=60.0, engine_wait_s=2.0),
+    "routed_experts_shape": ROUTED[:2],
+}
+NAMESPACE = pytest.StashKey[Namespace]()
+
+MakeActor = Callable[..., Any]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Moves to a private loopback if a Ray test was selected. (If a real one was, the real suite does.)"""
+    marks = {mark.name for item in session.items for mark in item.iter_markers()}
+    if session.config.option.collectonly or "ray" not in marks or "real" in marks:
+        return
+    namespace = session.config.stash[NAMESPACE] = Namespace()
+    try:
+        namespace.enter()
+    except OSError as error:
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.write_line(f"ray: no network namespace of our own ({error}); Ray listens on all interfaces")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Returns from the private loopback."""
+    namespace = session.config.stash.get(NAMESPACE, None)
+    if namespace is not None:
+        namespace.leave()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[ModuleType]:
+    """Ray, running, for the whole session."""
+    with local_ray() as ray:
+        yield ray
+
+
+@pytest.fixture(scope="session")
+def shared_fleet() -> Iterator[SimFleet]:
+    options: dict[str, Any] = {"tokens_per_second": 500.0, "max_running_requests": 16, "disconnect_poll_s": 0.2}
+    with SimFleet(engines=2, routed_experts=ROUTED, **options) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def fleet(shared_fleet: SimFleet) -> Iterator[SimFleet]:
+    """Two engines, which must be idle by themselves soon after the test."""
+    for engine in shared_fleet.engines:
+        engine.reset()
+    yield shared_fleet
+    for engine in shared_fleet.engines:
+        engine.clear_faults()
+    await_idle(shared_fleet)
+
+
+@pytest.fixture
+def make_actor(cluster: ModuleType, fleet: SimFleet) -> Iterator[MakeActor]:
+    """Starts actors on the fleet; after the test they are killed and their processes awaited."""
+    from rolloutsync.ray_actor import RolloutActor
+
+    made: list[tuple[Any, int]] = []
+
+    def make(kind: Any = RolloutActor, urls: Any = None, **options: Any) -> Any:
+        actor = kind.options(num_cpus=0, **options).remote(fleet.urls if urls is None else urls, **OPTIONS)
+        made.append((actor, pid_of(cluster, actor)))
+        return actor
+
+    yield make
+    for actor, _ in made:
+        cluster.kill(actor)
+    for _, pid in made:
+        await_true(lambda pid=pid: not alive(pid), f"the end of the actor's process {pid}")  # type: ignore[misc]
+
+
+@pytest.fixture
+def actor(make_actor: MakeActor) -> Any:
+    return make_actor()
+
+
+@pytest.fixture
+def before_the_guard(request: pytest.FixtureRequest) -> None:
+    """Ray and the engines outlive the test."""
+    if request.node.get_closest_marker("ray"):
+        request.getfixturevalue("cluster")
+        request.getfixturevalue("shared_fleet")
+
+
+@pytest.fixture(autouse=True)
+def leak_guard(request: pytest.FixtureRequest, before_the_guard: None) -> Iterator[None]:
+    """As everywhere, but for sockets: Ray opens and keeps channels to its processes as it pleases."""
+    threads = our_threads()
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    while (left := our_threads() - threads) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    if left:
+        pytest.fail(f"{request.node.nodeid} left behind: {', '.join(sorted(left))}")
+
+
+# --- what the engines and the processes themselves say ---
+
+
+def await_true(what: Callable[[], bool], means: str, seconds: float = 20.0) -> None:
+    """Poll an observable until it shows what the test needs."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {means}"
+        time.sleep(0.02)
+
+
+def running(fleet: SimFleet) -> int:
+    """Requests that the engines themselves say they have."""
+    loads = [engine.call("GET", "/v1/loads")["loads"] for engine in fleet.engines]
+    return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for ranks in loads for rank in ranks)
+
+
+def await_running(fleet: SimFleet, count: int) -> None:
+    await_true(lambda: running(fleet) == count, f"{count} requests on the engines")
+
+
+def await_idle(fleet: SimFleet) -> None:
+    """Nobody aborts here: the engines see that nobody waits any more."""
+    await_running(fleet, 0)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def pid_of(ray: ModuleType, actor: Any) -> int:
+    """The process of an actor."""
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
