@@ -125,7 +125,7 @@ class ScriptedEngine:
         self._last: Script = [close] if closing else []
         self.server = WireServer([play(self._choose)], backlog=backlog, accepting=accepting)
 
-    def __enter__(self: E) -> E:
+    def __enter__(self: E) -> E:  # noqa: PYI019 - typing.Self is 3.11
         self.server.__enter__()
         return self
 

@@ -25,7 +25,7 @@ class Generation:
 
     Attributes:
         prompt: Its first token id.
-        end: Why it ended: "finished", "aborted", "lost" (its client had left), "died"; empty while it runs.
+        end: Why it ended: "finished", "aborted", "lost" (its client had left), "died", "closed"; empty while it runs.
     """
 
     rid: str
@@ -110,6 +110,10 @@ class LiveEngine(ScriptedEngine):
         self._aborted = aborted or partial
         self.aborts: list[tuple[float, str | None]] = []  # when, and which rid; None: all
         super().__init__(self._take_on, others={"/abort_request": [self._abort], **(others or {})}, **options)
+
+    def __exit__(self, *error: object) -> None:
+        self._end("closed")
+        super().__exit__(*error)
 
     # --- what a test says ---
 
