@@ -132,6 +132,9 @@ class ScriptedEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.server.close()
 
     @property

@@ -148,11 +148,10 @@ def test_a_job_is_aborted_by_its_own_ids_once_each(client_to: MakeClient) -> Non
     """B19: only what still runs is named, and each once; the job beside it is not touched."""
     with FragileEngine() as engine:
         client = client_to(engine.url)
-        done, ours, theirs = client.start([[3, 3]]), client.start(prompts(6)), client.start([[90, 9]] * 2)
+        done, ours, theirs = client.start([[80, 8]]), client.start(prompts(6)), client.start([[90, 9]] * 2)
         engine.journal.await_running(9)
-        engine.journal.end("finished", lambda made: made.rid == engine.rids()[0])
-        engine.journal.end("finished", lambda made: made.prompt == 5)
-        check(done.result()[0], [3, 3])
+        engine.journal.end("finished", lambda made: made.prompt in {5, 80})
+        check(done.result()[0], [80, 8])
         ended = next(iter(ours))
         partials = ours.abort()
         assert len(partials) == 5
