@@ -80,7 +80,8 @@ class SimConfig:
         admin_api_key: Needed for control endpoints instead, if given.
         routed_experts: `(layers, topk, num_experts)` switches routed experts on.
         hidden_size: Width of hidden states; 0 refuses requests for them.
-        die_on_bad_token: An id outside the vocabulary ends the process, as in the real engine.
+        die_on_bad_token: An id outside the vocabulary ends the process, as in the real engine; so do an empty prompt
+            in a batch and a `logprob_start_len` below -1.
         death_delay_s: From the fatal request to the end of the process.
         weight_version: The version at start.
         mean_output_tokens: Mean sample length where the end token is not ignored.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -145,14 +146,24 @@ class Engine:
     def start(self, job: Job, sampling: Sampling, on_done: Callable[[], None]) -> SimRequest:
         """Hands a generation to the scheduler."""
         limit = jobs.output_limit(sampling, len(job.prompt), self.config)
+        request = self._request(job.rid, job, sampling, limit, on_done)
+        record = self.live[job.rid].record
+        record.request, record.prompt_hash = request, f"{request.stream.prompt_hash:016x}"
+        self._submit(request)
+        return request
+
+    def warm(self, job: Job, sampling: Sampling, on_done: Callable[[], None]) -> None:
+        """Computes a prompt that several samples will share; no id of the caller's reaches it."""
+        self._submit(self._request(uuid.uuid4().hex, job, sampling, 0, on_done))
+
+    def _request(self, rid: str, job: Job, sampling: Sampling, limit: int, on_done: Callable[[], None]) -> SimRequest:
         stream = TokenStream(self.model, job.prompt, sampling, limit, self.scheduler.weight_version)
         reuse = job.logprob_start if job.logprob and job.logprob_start >= 0 else None
-        request = SimRequest(job.rid, job.prompt, stream, on_done, dp_rank=job.dp_rank, reuse_limit=reuse)
-        record = self.live[job.rid].record
-        record.request, record.prompt_hash = request, f"{stream.prompt_hash:016x}"
+        return SimRequest(rid, job.prompt, stream, on_done, dp_rank=job.dp_rank, reuse_limit=reuse)
+
+    def _submit(self, request: SimRequest) -> None:
         self.scheduler.submit(request)
         self.tick()
-        return request
 
     # Aborts
 

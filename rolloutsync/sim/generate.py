@@ -35,6 +35,12 @@ class Generation:
         """Hands it to the scheduler."""
         self.request = self._engine.start(self.job, self.sampling, self._on_done)
 
+    async def warm(self) -> None:
+        """Lets its prompt be computed, for its siblings to find it in the cache."""
+        warmed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._engine.warm(self.job, self.sampling, lambda: warmed.set_result(None))
+        await warmed
+
     def _on_done(self) -> None:
         if not self.done.done():
             self.done.set_result(None)
@@ -116,8 +122,11 @@ class GenerateEndpoint:
 
     async def _start(self, asked: Asked) -> list[Generation]:
         generations = [Generation(self._engine, job) for job in asked.jobs]
-        if any(jobs.is_out_of_vocabulary(job, self._engine.config) for job in asked.jobs):
+        if any(jobs.is_fatal(job, self._engine.config) for job in asked.jobs):
             await self._choke()
+        if asked.copies > 1:
+            for generation in generations[:: asked.copies]:
+                await generation.warm()
         for generation in generations:
             generation.start()
         return generations
@@ -225,7 +234,9 @@ class Stream:
         if generation.done.done():
             del sent[rid]
             generation.accept_refusal()
-            await self._event(index, generation.answer())
+            answer = generation.answer()
+            answer["meta_info"].pop("response_sent_to_client_ts", None)
+            await self._event(index, answer)
             return
         produced = generation.produced
         interval = generation.sampling.stream_interval or self._engine.config.stream_interval

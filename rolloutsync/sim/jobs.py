@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rolloutsync.sim import contract
 from rolloutsync.sim import sampling as sampling_params
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.replies import ApiError, internal_error, validation_error, value_error
@@ -19,6 +20,16 @@ STRICT_SINCE = (0, 5, 22)
 START_LEN_SINCE = (0, 5, 12)
 DP_RANK_SINCE = (0, 5, 10)
 DEPRECATED_DP_RANK_IGNORED = ((0, 5, 15), (0, 5, 17))
+BARE_TYPES: dict[str, type | tuple[type, ...]] = {
+    "rid": str,
+    "text": str,
+    "return_logprob": (bool, int),
+    "logprob_start_len": int,
+    "top_logprobs_num": int,
+    "priority": int,
+    "routed_dp_rank": int,
+}
+PER_ITEM_LOGPROBS = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +56,7 @@ class Asked:
     """All that one call asks for."""
 
     jobs: list[Job]
+    copies: int
     is_list: bool
     stream: bool
 
@@ -60,8 +72,12 @@ def parse(body: Any, config: SimConfig, tokenizer: Tokenizer) -> Asked:
     _check_types(body)
     _check_contract(body, config)
     prompts, is_list = _prompts(body, tokenizer)
-    params = _per_item(body.get("sampling_params") or {}, len(prompts))
+    given = body.get("sampling_params")
+    if not is_list and (isinstance(given, list) or isinstance(body.get("rid"), list)):
+        raise internal_error()
+    params = _per_item({} if given is None else given, len(prompts))
     copies = _copies(params)
+    _check_lists(body, copies)
     rids = _rids(body.get("rid"), len(prompts), is_list=is_list)
     rank = _dp_rank(body, config)
     jobs = [
@@ -70,7 +86,7 @@ def parse(body: Any, config: SimConfig, tokenizer: Tokenizer) -> Asked:
     ]
     if copies > 1:
         jobs = [replace(job, rid=uuid.uuid4().hex) for job in jobs for _ in range(copies)]
-    return Asked(jobs=jobs, is_list=is_list or copies > 1, stream=bool(body.get("stream")))
+    return Asked(jobs=jobs, copies=max(1, copies), is_list=is_list or copies > 1, stream=bool(body.get("stream")))
 
 
 def check(job: Job, config: SimConfig) -> Sampling:
@@ -86,6 +102,7 @@ def check(job: Job, config: SimConfig) -> Sampling:
     if wanted is not None and size + wanted > config.context_length:
         raise value_error(_too_long(size, wanted, config.context_length))
     _check_extras(job, config)
+    _check_starts(job, config)
     try:
         parsed = sampling_params.parse(job.params, modern=config.release >= START_LEN_SINCE)
     except ValueError as error:
@@ -97,8 +114,10 @@ def check(job: Job, config: SimConfig) -> Sampling:
     return parsed
 
 
-def is_out_of_vocabulary(job: Job, config: SimConfig) -> bool:
-    """Returns whether the prompt has an id that the model does not know."""
+def is_fatal(job: Job, config: SimConfig) -> bool:
+    """Returns whether the engine dies of it: an empty prompt, an id that the model does not know, a bad start."""
+    if not job.prompt or (job.logprob and job.logprob_start < -1):
+        return True
     return max(job.prompt) >= config.vocab_size or min(job.prompt) < 0
 
 
@@ -121,27 +140,41 @@ def _check_types(body: Mapping[str, Any]) -> None:
     params = body.get("sampling_params")
     if params is not None and not isinstance(params, dict | list):
         raise validation_error(path, "dict_type", "Input should be a valid dictionary")
+    wrong_field = next((name for name, value in body.items() if not _may_have(name, value)), None)
+    if wrong_field is not None:
+        raise validation_error(path, "type", "Input should be of another type", ("body", wrong_field))
+
+
+def _may_have(name: str, value: Any) -> bool:
+    """Whether a top-level field may have this value by its bare type; the strict check comes after this one."""
+    if name == "stream":
+        return value is not None and not isinstance(value, str | list | dict)
+    kinds = BARE_TYPES.get(name)
+    if value is None or kinds is None:
+        return True
+    return all(isinstance(each, kinds) for each in (value if isinstance(value, list) else [value]))
 
 
 def _check_contract(body: Mapping[str, Any], config: SimConfig) -> None:
+    if config.release >= STRICT_SINCE:
+        try:
+            contract.check(body)
+        except contract.ContractError as error:
+            raise ApiError(400, {"error": str(error)}) from error
+        return
     params = body.get("sampling_params") or {}
-    for item in params if isinstance(params, list) else [params]:
-        unknown = sampling_params.unknown_key(item)
-        if unknown is None:
-            continue
-        if config.release >= STRICT_SINCE:
-            raise ApiError(400, {"error": sampling_params.contract_error(unknown)})
+    if any(sampling_params.unknown_key(item) for item in (params if isinstance(params, list) else [params])):
         raise internal_error()
 
 
 def _prompts(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[list[int]], bool]:
     text, ids = body.get("text"), body.get("input_ids")
-    if text is not None:
+    if text is not None and ids is None:
         texts = [text] if isinstance(text, str) else text
         return [tokenizer.encode(item) or [1] for item in texts], not isinstance(text, str)
     if ids is None:
         raise value_error("Either text, input_ids or input_embeds should be provided.")
-    if not ids or [] in ids:
+    if not ids:
         raise value_error("input_ids cannot be empty.")
     return (ids, True) if isinstance(ids[0], list) else ([ids], False)
 
@@ -149,16 +182,25 @@ def _prompts(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[list[list[i
 def _per_item(params: Any, count: int) -> list[Mapping[str, Any]]:
     if not isinstance(params, list):
         return [params] * count
-    if len(params) != count:
-        raise value_error("The length of sampling_params should be equal to the batch size.")
-    return params
+    if len(params) < count:
+        raise internal_error()
+    return params[:count]
 
 
 def _copies(params: list[Mapping[str, Any]]) -> int:
-    counts = {int(item.get("n") or 1) for item in params}
+    counts = {item.get("n", 1) for item in params}
     if len(counts) != 1:
         raise value_error("The parallel_sample_num should be the same for all samples in sample params.")
-    return counts.pop()
+    count = counts.pop()
+    if count is None:
+        raise internal_error()
+    return int(count)
+
+
+def _check_lists(body: Mapping[str, Any], copies: int) -> None:
+    name = next((name for name in PER_ITEM_LOGPROBS if isinstance(body.get(name), list)), None)
+    if copies > 1 and name is not None:
+        raise value_error(f"Cannot use list {name} with parallel_sample_num > 1")
 
 
 def _rids(rid: Any, count: int, *, is_list: bool) -> list[str]:
@@ -223,11 +265,27 @@ def _check_extras(job: Job, config: SimConfig) -> None:
             "The server is not configured to return hidden states. Please set `--return-hidden-states-mode last`, "
             "`--return-hidden-states-mode full`, or the legacy `--enable-return-hidden-states` flag."
         )
-    honoured = job.routed_experts and config.release >= START_LEN_SINCE
-    if honoured and not 0 <= job.routed_start <= len(job.prompt):
-        raise value_error(f"routed_experts_start_len={job.routed_start} must be in [0, {len(job.prompt)}].")
     bad = next((token for token in job.token_ids_logprob or () if not 0 <= token < config.vocab_size), None)
     if bad is not None:
         raise value_error(
             f"token_ids_logprob contains out-of-vocabulary token id {bad}; valid range is [0, {config.vocab_size})."
         )
+
+
+def _check_starts(job: Job, config: SimConfig) -> None:
+    size = len(job.prompt)
+    if job.logprob and job.logprob_start > size:
+        raise value_error(_too_far("req.logprob_start_len", job.logprob_start, size))
+    if not job.routed_experts or config.release < START_LEN_SINCE:
+        return
+    name = "recv_req.routed_experts_start_len"
+    if job.routed_start < 0:
+        words = f"{name}={job.routed_start} is lower than 0. Please use a non-negative routed_experts_start_len."
+        raise value_error(words)
+    if job.routed_start > size:
+        raise value_error(_too_far(name, job.routed_start, size))
+
+
+def _too_far(name: str, value: int, size: int) -> str:
+    limit = f"the number of input tokens len(req.origin_input_ids)={size}"
+    return f"{name}={value} is higher than {limit}. Please use a smaller {name.partition('.')[2]}."

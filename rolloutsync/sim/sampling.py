@@ -39,6 +39,7 @@ KEYS = (
     "choice",
 )
 DEFAULT_MAX_NEW_TOKENS = 128
+MAX_STOP_STRINGS = 32
 
 _SEED_LIMIT = 2**63
 _MOST_STOP_REGEXES = 32
@@ -144,6 +145,8 @@ def _check_penalties(given: Mapping[str, Any]) -> None:
 
 
 def _check_lengths(sampling: Sampling) -> None:
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(sampling.stop)}")
     low, high = sampling.min_new_tokens, sampling.max_new_tokens
     if low < 0:
         raise ValueError(f"min_new_tokens must be in [0, max_new_tokens], got {low}.")

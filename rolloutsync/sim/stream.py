@@ -54,8 +54,7 @@ class TokenStream:
     def runs_free(self) -> bool:
         """Whether only the length can end it, so that nobody needs to look ahead."""
         sampling = self._sampling
-        stops = sampling.stop_token_ids or sampling.stop or sampling.stop_regex
-        return sampling.ignore_eos and not stops
+        return sampling.ignore_eos and not (sampling.stop or sampling.stop_regex)
 
     @property
     def version(self) -> str:
@@ -95,8 +94,8 @@ class TokenStream:
 
     def _stop_token(self, start: int) -> tuple[int, int] | None:
         ids = self._sampling.stop_token_ids
-        first = max(start, self._sampling.min_new_tokens - 1)
-        if not ids:
+        first = max(start, self._sampling.min_new_tokens)
+        if not ids or self._sampling.ignore_eos:
             return None
         hits = (position for position in range(first, len(self.tokens)) if self.tokens[position] in ids)
         position = next(hits, None)
@@ -112,7 +111,7 @@ class TokenStream:
         for position in range(start, len(self.tokens)):
             text += self._model.tokenizer.piece(self.tokens[position])
             matched = self._match(text)
-            if matched is not None and position + 1 >= sampling.min_new_tokens:
+            if matched is not None:
                 return position + 1, matched
         return None
 

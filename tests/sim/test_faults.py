@@ -265,6 +265,15 @@ def test_a_bad_token_id_kills_the_engine_after_a_while() -> None:
         engine.call("POST", "/generate", generation([5, -1], 5))
 
 
+@pytest.mark.parametrize(
+    "body", [{"input_ids": [[]]}, {"input_ids": [5], "return_logprob": True, "logprob_start_len": -2}]
+)
+def test_an_empty_prompt_and_a_start_before_the_prompt_kill_the_engine(body: dict[str, object]) -> None:
+    """Nothing in the real engine stops them before its scheduler does not survive them."""
+    with own_engine(death_delay_s=0.01) as engine:
+        closed_without_answer(engine, "POST", "/generate", body)
+
+
 def test_releasing_memory_kills_a_busy_engine() -> None:
     """Both calls break."""
     with own_engine(death_delay_s=0.05) as engine:

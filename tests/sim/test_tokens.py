@@ -148,8 +148,6 @@ def test_a_stop_string_ends_with_the_token_that_completes_it() -> None:
 def test_a_stop_token_counts_from_the_minimum_on(minimum: int) -> None:
     """`min_new_tokens` lets an earlier stop token pass."""
     plain = expected_tokens([5, 6], 20, version="1", vocab_size=VOCAB)
-    stopped = stream(
-        [5, 6], 20, ignore_eos=True, stop_token_ids=frozenset({plain[1], plain[8]}), min_new_tokens=minimum
-    )
+    stopped = stream([5, 6], 20, stop_token_ids=frozenset({plain[1], plain[8]}), min_new_tokens=minimum)
     stopped.grow(20)
     assert stopped.tokens == plain[: 9 if minimum else 2]
