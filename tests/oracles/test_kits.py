@@ -1,0 +1,131 @@
+"""SGLang's own test kits, which it runs against every model that it supports, run against the simulated engine.
+
+A kit is a module of unittest mixins that know a base URL and a process. Every test method of every mixin that the kits
+have is listed here, to be run or with the reason why not: one that is new in another release fails the list.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rolloutsync.sim import SimConfig, SimEngine, SimFleet
+
+from .wheel import Oracles
+
+pytestmark = pytest.mark.slow
+
+KNOWLEDGE = "asks what only a trained model knows, and looks for the fact in the answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixin:
+    """One mixin of a kit: the engine that it wants, its own settings, its methods."""
+
+    engine: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    methods: tuple[str, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+# The kits' default pauses suit a model on a GPU; an engine that has no model to load needs less of them.
+KITS: dict[tuple[str, str], Mixin] = {
+    ("abort_timeout_kit", "AbortAllMixin"): Mixin(engine="plain", methods=("test_abort_all",)),
+    ("abort_timeout_kit", "WaitingTimeoutMixin"): Mixin(engine="impatient", methods=("test_waiting_timeout",)),
+    ("abort_timeout_kit", "RunningTimeoutTwoWaveMixin"): Mixin(
+        engine="hasty", settings={"running_timeout_sleep": 0.5}, methods=("test_running_timeout_no_crash",)
+    ),
+    ("pause_generation_kit", "PauseResumeInPlaceMixin"): Mixin(
+        engine="plain",
+        settings={"pause_duration": 2.0, "pause_ignore_eos": True},
+        methods=("test_pause_resume_in_place",),
+    ),
+    ("basic_api_contract_kit", "BasicAPIContractMixin"): Mixin(
+        engine="plain",
+        methods=(
+            *("test_health", "test_health_generate", "test_get_server_info", "test_get_model_info"),
+            *("test_openai_chat_completion", "test_openai_completion"),
+        ),
+    ),
+    ("matched_stop_kit", "MatchedStopMixin"): Mixin(
+        engine="chatty",
+        settings={"model": "sim-model"},
+        methods=("test_finish_stop_str", "test_finish_stop_regex_str", "test_finish_stop_eos", "test_finish_length"),
+    ),
+    ("basic_decode_correctness_kit", "BasicDecodeCorrectnessMixin"): Mixin(
+        engine="plain",
+        methods=(
+            *("test_ascii_ratio", "test_no_repetition_blowup", "test_determinism_temp_zero", "test_max_token_one"),
+        ),
+        skipped=dict.fromkeys(("test_capital_france", "test_basic_math", "test_color_completion"), KNOWLEDGE),
+    ),
+    ("basic_scheduler_stress_kit", "BasicSchedulerStressMixin"): Mixin(
+        engine="plain",
+        methods=("test_long_prompt",),
+        skipped=dict.fromkeys(("test_streaming_response", "test_concurrent_requests"), KNOWLEDGE),
+    ),
+}
+# The stop kit wants a newline, "or" and a full stop within 1000 tokens on four prompts, and an early end on two others.
+CHATTY: dict[str, Any] = {"vocab_size": 659, "mean_output_tokens": 400.0, "weight_version": "default"}
+ENGINES = {
+    "plain": SimConfig(context_length=131_072, prefill_tokens_per_second=200_000.0, health_poll_s=0.1),
+    "impatient": SimConfig(max_running_requests=1, waiting_timeout_s=0.5),
+    "hasty": SimConfig(running_timeout_s=1.0),
+    "chatty": SimConfig(**CHATTY, tokens_per_second=5000.0),
+}
+RUNS = [(kit, mixin, method) for (kit, mixin), each in KITS.items() for method in each.methods]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, SimEngine]]:
+    """One engine of each kind."""
+    with SimFleet(configs=list(ENGINES.values())) as fleet:
+        yield dict(zip(ENGINES, fleet.engines, strict=True))
+
+
+@pytest.fixture
+def before_the_guard(engines: dict[str, SimEngine], oracles: Oracles) -> None:
+    """The shared engines and the files outlive a test."""
+
+
+class Process:
+    """What the kits take for the server's process: None as long as it lives."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        self._engine = engine
+
+    def poll(self) -> int | None:
+        """As `subprocess.Popen.poll`."""
+        return None if self._engine.alive else 1
+
+
+@pytest.mark.parametrize(("kit", "mixin", "method"), RUNS, ids=[".".join(run) for run in RUNS])
+def test_kit(kit: str, mixin: str, method: str, oracles: Oracles, engines: dict[str, SimEngine]) -> None:
+    """The kit's own method, whole and unchanged."""
+    plan = KITS[kit, mixin]
+    engine = engines[plan.engine]
+    names = {"base_url": engine.url, "process": Process(engine), **plan.settings}
+    case = type(mixin, (getattr(oracles.kit(kit), mixin), unittest.TestCase), names)
+    calls = sum(engine.state()["requests"].values())
+    case(method).debug()
+    assert sum(engine.state()["requests"].values()) > calls
+
+
+def test_the_list_is_complete(oracles: Oracles) -> None:
+    """Every method of every mixin of these kits is run, or skipped for a reason that is given."""
+    for kit in {name for name, _ in KITS}:
+        listed = {mixin: {*plan.methods, *plan.skipped} for (name, mixin), plan in KITS.items() if name == kit}
+        assert methods_of(oracles.kit(kit)) == listed
+    assert all(reason for plan in KITS.values() for reason in plan.skipped.values())
+
+
+def methods_of(kit: ModuleType) -> dict[str, set[str]]:
+    """The test methods of the mixins that a kit defines."""
+    mixins = {name: value for name, value in vars(kit).items() if isinstance(value, type)}
+    own = {name: value for name, value in mixins.items() if value.__module__ == kit.__name__}
+    return {name: {method for method in vars(value) if method.startswith("test")} for name, value in own.items()}
