@@ -18,6 +18,7 @@ VERSION = "0.5.23"
 WHEEL_FOR = ("--python-version", "3.11", "--implementation", "cp", "--platform", "manylinux_2_34_x86_64")
 KITS = "sglang/test/kits"
 CODEC = "sglang/api/v1/api_types.py"
+PREFIX = "oracle_"  # of the names of loaded modules
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _fetch(folder: Path, report: Report) -> None:
 
 
 def _load(path: Path) -> ModuleType:
-    name = f"oracle_{path.stem}"
+    name = PREFIX + path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
