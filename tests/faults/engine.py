@@ -111,9 +111,9 @@ class LiveEngine(ScriptedEngine):
         self.aborts: list[tuple[float, str | None]] = []  # when, and which rid; None: all
         super().__init__(self._take_on, others={"/abort_request": [self._abort], **(others or {})}, **options)
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._end("closed")
-        super().__exit__(*error)
+        super().close()
 
     # --- what a test says ---
 

@@ -53,10 +53,10 @@ def check(sample: Sample, prompt: Sequence[int], *, attempts: int = 1) -> None:
     assert sample.meta_info["id"] == sample.rid
 
 
-def check_all(samples: Sequence[Sample], batch: Sequence[Sequence[int]], *, attempts: int = 1) -> None:
-    """All of them, in input order."""
+def check_all(samples: Sequence[Sample], batch: Sequence[Sequence[int]], *, attempts: int | None = 1) -> None:
+    """All of them, in input order; with None, after however many attempts it took."""
     for sample, prompt in zip(samples, batch, strict=True):
-        check(sample, prompt, attempts=attempts)
+        check(sample, prompt, attempts=sample.attempts if attempts is None else attempts)
 
 
 def check_failed(sample: Sample, kind: type[RolloutError], *words: str, attempts: int) -> None:
@@ -67,7 +67,8 @@ def check_failed(sample: Sample, kind: type[RolloutError], *words: str, attempts
     assert sample.reward is None
     assert type(error) is kind
     text = str(error)
-    for word in (*words, f"engine={sample.engine}", f"rid={sample.rid}", f"attempts={attempts}"):
+    counted = [f"attempts={attempts}"] if attempts else []
+    for word in (*words, f"engine={sample.engine}", f"rid={sample.rid}", *counted):
         assert word in text
     assert len(text.encode()) < 2000
     again = pickle.loads(pickle.dumps(error))
