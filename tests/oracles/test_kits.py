@@ -7,7 +7,9 @@ well, and must come as far as that question and fail on nothing but the fact.
 
 from __future__ import annotations
 
+import random
 import unittest
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -132,9 +134,23 @@ def test_kit(kit: str, mixin: str, method: str, oracles: Oracles, engines: dict[
 def test_kit_up_to_the_fact(kit: str, mixin: str, method: str, oracles: Oracles, engines: dict[str, SimEngine]) -> None:
     """Everything that the method checks before the fact holds; the fact itself no simulation can know."""
     plan = KITS[kit, mixin]
+    engine = engines[plan.engine]
+    engine.reset()
     with pytest.raises(AssertionError) as missed:
-        run(oracles.kit(kit), mixin, method, engines[plan.engine])
+        run(oracles.kit(kit), mixin, method, engine)
     assert str(missed.value).startswith(plan.facts[method])
+    assert {row["state"] for row in engine.state()["generations"]} == {"finished"}
+
+
+def test_the_radix_kit(oracles: Oracles, engines: dict[str, SimEngine]) -> None:
+    """A function, no mixin: a tree of 400 prompts in one call, most of which begin with others."""
+    engine = engines["plain"]
+    engine.reset()
+    random.seed(0)
+    oracles.kit("radix_cache_server_kit").run_radix_attention_test(engine.url)
+    states = Counter(row["state"] for row in engine.state()["generations"])
+    assert states["finished"] > 400
+    assert states.keys() == {"finished"}
 
 
 def run(kit: ModuleType, mixin: str, method: str, engine: SimEngine) -> None:

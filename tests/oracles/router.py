@@ -1,0 +1,147 @@
+"""The real `sglang-router`, in a cached environment of its own: an independent client of the simulated engines."""
+
+from __future__ import annotations
+
+import ipaddress
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import requests
+
+from tests.real.kit import KitError, Report, once, only_one, run, tail
+from tests.real.launch import free_ports
+
+from .wheel import oracle_root
+
+VERSION = "0.3.2"
+PACKAGE = f"sglang-router=={VERSION}"
+LOOPBACK = "127.0.0.1"
+READY_TIMEOUT_S = 60.0
+GRACE_S = 5.0
+LISTEN = "0A"
+# Each failure must show, and a restarted engine count again as soon as it is healthy.
+FLAGS = (
+    *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
+    *("--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"),
+)
+
+
+def ensure(report: Report) -> Path:
+    """Returns the interpreter of the router's environment, filling that first if it is not in the cache.
+
+    Args:
+        report: Called with one line before each step that takes long.
+
+    Raises:
+        KitError: The package cannot be had; the message shows what pip said.
+    """
+    root = oracle_root()
+    root.mkdir(parents=True, exist_ok=True)
+    venv = root / f"sglang-router-{VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
+    with only_one(root / "lock", report):
+        once(venv, lambda: _install(venv, report))
+    return venv / "bin" / "python"
+
+
+def _install(venv: Path, report: Report) -> None:
+    report(f"installing {PACKAGE} (100 MB) into {venv}")
+    log = venv.parent / "router.log"
+    run([sys.executable, "-m", "venv", str(venv)], log)
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    run([*pip, "--only-binary", ":all:", PACKAGE], log)
+
+
+class Router:
+    """One router process on the loopback; a context manager that ends it by its own id.
+
+    Args:
+        python: The interpreter of its environment.
+        workers: Base URLs of the engines.
+    """
+
+    def __init__(self, python: Path, workers: Sequence[str]) -> None:
+        self._python = python
+        self._workers = workers
+        self.session = requests.Session()
+        self.session.trust_env = False
+        self.session.headers["Connection"] = "close"
+        self.url = ""
+
+    def __enter__(self) -> Router:
+        self._log = Path(tempfile.mkstemp(prefix="router-", suffix=".log")[1])
+        port, metrics = free_ports(2)
+        self.url, self.ports = f"http://{LOOPBACK}:{port}", {port, metrics}
+        address = ["--host", LOOPBACK, "--port", str(port), "--prometheus-host", LOOPBACK]
+        command = [str(self._python), "-m", "sglang_router.launch_router", *address, "--prometheus-port", str(metrics)]
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*command, *FLAGS, "--worker-urls", *self._workers],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            self._await_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _await_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while self.healthy() != set(self._workers):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise KitError(f"the router did not get ready; the end of {self._log}:\n{tail(self._log)}")
+            time.sleep(0.05)
+
+    def _stop(self) -> None:
+        self.session.close()
+        self._process.terminate()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.unlink()
+
+    def healthy(self) -> set[str]:
+        """The engines that it would send to now; none if it does not answer."""
+        try:
+            answer = self.session.get(f"{self.url}/workers", timeout=5)
+        except requests.RequestException:
+            return set()
+        workers = answer.json()["workers"] if answer.status_code == 200 else []
+        return {worker["url"] for worker in workers if worker["is_healthy"]}
+
+    def listening(self) -> set[tuple[str, int]]:
+        """Address and port of every socket on which the process listens."""
+        files = Path(f"/proc/{self._process.pid}/fd").iterdir()
+        return _listeners({file.readlink().name for file in files if file.is_symlink()})
+
+
+def _listeners(sockets: set[str]) -> set[tuple[str, int]]:
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            parts = line.split()
+            if parts[3] == LISTEN and f"socket:[{parts[9]}]" in sockets:
+                address, _, port = parts[1].rpartition(":")
+                found.add((_shown(address), int(port, 16)))
+    return found
+
+
+def _shown(address: str) -> str:
+    """An address of the kernel's table, whose words are in the machine's byte order, as people write it."""
+    words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+    data = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    return str(ipaddress.ip_address(data))
