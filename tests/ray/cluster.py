@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,18 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
 @contextmanager
 def local_ray() -> Iterator[ModuleType]:
-    """Ray, running. Drivers in child processes find it by ``RAY_ADDRESS`` when they call ``ray.init()``."""
+    """Ray, running: started here, unless another fixture of the session has it running already.
+
+    Drivers in child processes find it by ``RAY_ADDRESS`` when they call ``ray.init()``.
+    """
+    running = sys.modules.get("ray")
+    if running is not None and running.is_initialized():
+        yield running
+    else:
+        yield from _started()
+
+
+def _started() -> Iterator[ModuleType]:
     folder = tempfile.mkdtemp(prefix="rs-ray-", dir="/tmp")  # short: sockets go there, and their paths are limited
     settings = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     before = {name: os.environ.get(name) for name in (*settings, "RAY_ADDRESS")}

@@ -5,7 +5,6 @@ Nothing here imports Ray before a test needs it, so the fast suite does without.
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,8 @@ import pytest
 
 from rolloutsync import RetryPolicy, Timeouts
 from rolloutsync.sim import SimFleet
-from tests.conftest import SETTLE_S, our_threads
 from tests.ray.cluster import local_ray
+from tests.ray.guard import watch_threads
 from tests.real.network import Namespace
 
 ROUTED = (16, 8, 64)  # layers, topk, experts: answers that are too large for Ray to send beside its messages
@@ -33,9 +32,9 @@ MakeActor = Callable[..., Any]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Moves to a private loopback if a Ray test was selected. (If a real one was, the real suite does.)"""
+    """Moves to a private loopback if a Ray test was selected. (If a real engine is needed, the real suite does.)"""
     marks = {mark.name for item in session.items for mark in item.iter_markers()}
-    if session.config.option.collectonly or "ray" not in marks or "real" in marks:
+    if session.config.option.collectonly or "ray" not in marks or marks & {"real", "gpu"}:
         return
     namespace = session.config.stash[NAMESPACE] = Namespace()
     try:
@@ -113,14 +112,7 @@ def before_the_guard(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def leak_guard(request: pytest.FixtureRequest, before_the_guard: None) -> Iterator[None]:
     """As everywhere, but for sockets: Ray opens and keeps channels to its processes as it pleases."""
-    threads = our_threads()
-    yield
-    deadline = time.monotonic() + SETTLE_S
-    while (left := our_threads() - threads) and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.02)
-    if left:
-        pytest.fail(f"{request.node.nodeid} left behind: {', '.join(sorted(left))}")
+    yield from watch_threads(request.node.nodeid)
 
 
 # --- what the engines and the processes themselves say ---

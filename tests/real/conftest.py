@@ -1,9 +1,10 @@
 """Fixtures of the real suite.
 
 A test that takes `llama_urls` or `moe_urls` runs twice: against the simulated engine, in the fast suite, and against
-real SGLang, under the marker `real`. Real engines start when the first test wants them, serve the whole session and are
-put back to idle after each test. If any real test was selected, the kit is installed before the first test, outside of
-every test's time limit, and the session moves to a private loopback.
+real SGLang, under the marker `real`. What does not depend on the model runs a third time under the marker `gpu`,
+against the engine that the environment names (`gpu.py`). Real engines start when the first test wants them, serve the
+whole session and are put back to idle after each test. If any real test was selected, the kit is installed before the
+first test, outside of every test's time limit, and the session moves to a private loopback.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import requests
 
 from rolloutsync.sim import SimFleet
 
+from .gpu import gpu_device, gpu_kit
 from .kit import Kit, KitError, ensure
-from .launch import RealEngine, start_all, stop_all
+from .launch import CPU, Device, RealEngine, start_all, stop_all
 from .network import Namespace
 
 LLAMA_ENGINES = 2
 MOE_FLAGS = ("--enable-return-routed-experts",)
 TEST_TIMEOUT_S = 300
+GPU_TEST_TIMEOUT_S = 1200  # the first one waits until the user's model is loaded
+ANY_MODEL = ("test_main_job.py", "test_engine_contract.py")  # what a GPU is tried with, but for the tests with experts
 IDLE_TIMEOUT_S = 30.0
 TOKEN_COUNTS = ("num_waiting_uncached_tokens", "num_used_tokens", "num_total_tokens")
 COUNTS = ("num_running_reqs", "num_waiting_reqs", *TOKEN_COUNTS)
@@ -37,10 +41,10 @@ SIM_MOE: dict[str, Any] = {**SIM_LLAMA, "routed_experts": (2, 2, 8)}
 
 @dataclass
 class Bench:
-    """What the session has set up: the kit or why there is none, the network, and the engines that were started."""
+    """What the session has set up: the kits or why there are none, the network, and the engines that were started."""
 
-    kit: Kit | None = None
-    problem: str = ""
+    kits: dict[str, tuple[Kit, Device]] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
     namespace: Namespace = field(default_factory=Namespace)
     network: str = ""
     started: list[RealEngine] = field(default_factory=list)
@@ -49,26 +53,45 @@ class Bench:
 BENCH = pytest.StashKey[Bench]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives real tests the time that a slow machine takes to start the engines."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what says nothing on a GPU; gives tests the time that a slow machine takes to start engines."""
+    unfit = {item for item in items if item.get_closest_marker("gpu") and not _fits_any_model(item)}
+    config.hook.pytest_deselected(items=list(unfit))
+    items[:] = [item for item in items if item not in unfit]
     for item in items:
-        if item.get_closest_marker("real") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
+        kind = _kind(item)
+        if kind is not None and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S if kind == "real" else GPU_TEST_TIMEOUT_S))
+
+
+def _fits_any_model(item: pytest.Item) -> bool:
+    return item.path.name in ANY_MODEL and "moe_urls" not in getattr(item, "fixturenames", ())
+
+
+def _kind(item: pytest.Item) -> str | None:
+    return next((kind for kind in ("real", "gpu") if item.get_closest_marker(kind)), None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Prepares the kit and the network if a selected test needs a real engine."""
-    if session.config.option.collectonly or not any(item.get_closest_marker("real") for item in session.items):
+    """Prepares the kits and the network if a selected test needs a real engine."""
+    kinds = {kind for item in session.items if (kind := _kind(item)) is not None}
+    if session.config.option.collectonly or not kinds:
         return
     bench = session.config.stash.setdefault(BENCH, Bench())
     report = _reporter(session.config)
-    try:
-        bench.kit = ensure(report)
-    except KitError as error:
-        bench.problem = str(error)
-        return
-    bench.network = _enter(bench.namespace)
-    report(bench.network)
+    for kind in kinds:
+        try:
+            bench.kits[kind] = (ensure(report), CPU) if kind == "real" else _of_the_environment()
+        except KitError as error:
+            bench.problems[kind] = str(error)
+    if bench.kits:
+        bench.network = _enter(bench.namespace)
+        report(bench.network)
+
+
+def _of_the_environment() -> tuple[Kit, Device]:
+    kit = gpu_kit()
+    return kit, gpu_device(kit)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -82,7 +105,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if started:
         terminalreporter.section("real engines")
     for engine in started:
-        what = f"SGLang {engine.version} on CPU, model {engine.model.name}"
+        what = f"SGLang {engine.version} on {engine.device.name}, model {engine.model.name}"
         terminalreporter.write_line(f"{what}, {engine.url}, ready after {engine.ready_after_s:.1f} s")
 
 
@@ -102,9 +125,15 @@ def _reporter(config: pytest.Config) -> Callable[[str], None]:
 # The engines.
 
 
-@pytest.fixture(params=[pytest.param("sim"), pytest.param("real", marks=pytest.mark.real)])
+@pytest.fixture(
+    params=[
+        pytest.param("sim"),
+        pytest.param("real", marks=pytest.mark.real),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
+)
 def engine_kind(request: pytest.FixtureRequest) -> str:
-    """`sim` or `real`: every test below runs against both."""
+    """`sim`, `real` or `gpu`: every test below runs against the first two, and those for any model against all."""
     return str(request.param)
 
 
@@ -125,23 +154,27 @@ def checkpoints(engine_kind: str, request: pytest.FixtureRequest) -> tuple[str, 
     """Paths of the checkpoint that the dense engines serve at first, and of one with other weights."""
     if engine_kind == "sim":
         return ("sim/llama", "sim/llama-other")
-    kit = _kit(request.config)
+    kit, _ = _kit(request.config, engine_kind)
     return (str(kit.llama), str(kit.llama_other))
 
 
 @pytest.fixture(scope="session")
 def real_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
     """Two real engines with the dense model, started side by side, shared by the session."""
-    logs = tmp_path_factory.mktemp("real-llama")
-    kit = _kit(request.config)
-    yield from _serve(request.config, [RealEngine(kit, kit.llama, logs / f"{n}.log") for n in range(LLAMA_ENGINES)])
+    yield from _serve_llama(request.config, "real", tmp_path_factory.mktemp("real-llama"))
+
+
+@pytest.fixture(scope="session")
+def gpu_llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
+    """Two engines with the model and on the GPU that the environment names, shared by the session."""
+    yield from _serve_llama(request.config, "gpu", tmp_path_factory.mktemp("gpu-llama"))
 
 
 @pytest.fixture(scope="session")
 def real_moe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
     """One real engine with the mixture of experts, shared by the session."""
     log: Path = tmp_path_factory.mktemp("real-moe") / "0.log"
-    kit = _kit(request.config)
+    kit, _ = _kit(request.config, "real")
     yield from _serve(request.config, [RealEngine(kit, kit.moe, log, MOE_FLAGS)])
 
 
@@ -159,11 +192,18 @@ def sim_moe() -> Iterator[Sequence[str]]:
         yield fleet
 
 
-def _kit(config: pytest.Config) -> Kit:
-    bench = config.stash.get(BENCH, Bench(problem="no test with the marker `real` was selected"))
-    if bench.kit is None:
-        pytest.fail(f"no real engine: {bench.problem}", pytrace=False)
-    return bench.kit
+def _kit(config: pytest.Config, kind: str) -> tuple[Kit, Device]:
+    bench = config.stash.get(BENCH, Bench())
+    if kind not in bench.kits:
+        problem = bench.problems.get(kind, f"no test with the marker `{kind}` was selected")
+        pytest.fail(f"no real engine: {problem}", pytrace=False)
+    return bench.kits[kind]
+
+
+def _serve_llama(config: pytest.Config, kind: str, logs: Path) -> Iterator[list[RealEngine]]:
+    kit, device = _kit(config, kind)
+    engines = [RealEngine(kit, kit.llama, logs / f"{n}.log", device=device) for n in range(LLAMA_ENGINES)]
+    yield from _serve(config, engines)
 
 
 def _serve(config: pytest.Config, engines: list[RealEngine]) -> Iterator[list[RealEngine]]:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import requests
@@ -20,6 +21,11 @@ from .kit import OFFLINE, RECIPE, SHIMS, Kit, tail
 GUARD = RECIPE / "guard.py"
 READY_TIMEOUT_S = 150.0
 GRACE_S = 15.0
+LIMITS = (  # what the tests count on, whatever the engine runs on
+    *("--skip-server-warmup", "--sleep-on-idle"),
+    *("--max-total-tokens", "8192", "--context-length", "2048"),
+    *("--max-running-requests", "4", "--chunked-prefill-size", "256"),
+)
 CPU_ENGINE = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -27,16 +33,27 @@ CPU_ENGINE = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONPATH": str(SHIMS),
 }
-FLAGS = (
+CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle", "--mem-fraction-static", "0.1"),
-    *("--max-total-tokens", "8192", "--context-length", "2048"),
-    *("--max-running-requests", "4", "--chunked-prefill-size", "256"),
+    *("--disable-cuda-graph", "--mem-fraction-static", "0.1"),
 )
 
 
 class EngineFailed(Exception):  # noqa: N818  (an event, told with the end of the engine's log)
     """A real engine did not come up, or did not stay up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What an engine runs on, and what SGLang has to be told for that."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ready_timeout_s: float = READY_TIMEOUT_S
+
+
+CPU = Device(name="CPU", flags=CPU_FLAGS, environment=CPU_ENGINE)
 
 
 class RealEngine:
@@ -50,10 +67,12 @@ class RealEngine:
         model: The checkpoint to serve.
         log: Where the server's output goes.
         flags: Further arguments of SGLang's command line.
+        device: What it runs on.
     """
 
-    def __init__(self, kit: Kit, model: Path, log: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, kit: Kit, model: Path, log: Path, flags: Sequence[str] = (), *, device: Device = CPU) -> None:
         self.model = model
+        self.device = device
         self.log = log
         self.url = ""
         self.version = ""
@@ -85,7 +104,7 @@ class RealEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **OFFLINE, **CPU_ENGINE, "TMPDIR": self._scratch},
+                env={**os.environ, **OFFLINE, **self.device.environment, "TMPDIR": self._scratch},
                 start_new_session=True,
             )
 
@@ -93,14 +112,15 @@ class RealEngine:
         guard = [sys.executable, str(GUARD), str(os.getpid())]
         server = [str(self._kit.python), "-m", "sglang.launch_server", "--model-path", str(self.model)]
         address = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(rendezvous)]
-        return [*guard, *server, *address, *FLAGS, *self._flags]
+        return [*guard, *server, *address, *LIMITS, *self.device.flags, *self._flags]
 
-    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+    def wait_ready(self) -> None:
         """Blocks until the engine has generated its first token.
 
         Raises:
             EngineFailed: It ended, or was not ready in time; the message shows the end of its log.
         """
+        timeout_s = self.device.ready_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self._answers():
             self.check_alive()
@@ -161,13 +181,13 @@ class RealEngine:
         return f"SGLang at {self.url} ({self.model.name}): {what}; the end of {self.log}:\n{tail(self.log)}"
 
 
-def start_all(engines: Sequence[RealEngine], timeout_s: float = READY_TIMEOUT_S) -> None:
+def start_all(engines: Sequence[RealEngine]) -> None:
     """Starts engines side by side and blocks until all are ready; on any failure none is left running."""
     try:
         for engine in engines:
             engine.start()
         for engine in engines:
-            engine.wait_ready(timeout_s)
+            engine.wait_ready()
     except BaseException:
         stop_all(engines, grace_s=0.0)
         raise

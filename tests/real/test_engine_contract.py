@@ -26,7 +26,11 @@ LATER_SNAPSHOTS = 2
 
 
 @pytest.fixture(
-    params=[pytest.param("sim", marks=pytest.mark.slow), pytest.param("real", marks=pytest.mark.real)],
+    params=[
+        pytest.param("sim", marks=pytest.mark.slow),
+        pytest.param("real", marks=pytest.mark.real),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
 )
 def engine_kind(request: pytest.FixtureRequest) -> str:
     """As everywhere here, but the simulated half is left to the slow suite: it takes as long as the real one waits."""
