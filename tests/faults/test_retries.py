@@ -112,8 +112,7 @@ def test_a_dead_engine_comes_back_on_the_same_port(client_to: MakeClient, warnin
         job = client.start(batch)
         engine.journal.await_running(16)
         engine.die()
-        engine.journal.await_running(16)
-        other.finish()
+        other.finish(from_now_on=True)
         samples = job.result()
         check_all(samples, batch, attempts=None)
         assert sorted(sample.attempts for sample in samples) == [1] * 8 + [2] * 8
@@ -122,8 +121,8 @@ def test_a_dead_engine_comes_back_on_the_same_port(client_to: MakeClient, warnin
         engine.server.reopen()
         eventually(lambda: client.engines()[0].state is EngineState.LIVE, "it is back")
         again = client.start(prompts(8))
-        engine.journal.await_running(8)
-        assert (engine.finish(), other.finish()) == (4, 4)
+        eventually(lambda: engine.running() > 0, "it has work again")
+        engine.finish(from_now_on=True)
         check_all(again.result(), prompts(8))
         assert engine.journal.most_copies == 1
 
