@@ -7,6 +7,7 @@ client.abort_until_idle()             # between steps: proves that the engines a
 
 import logging
 
+from rolloutsync.audit import Audit, OpenSample, Orphan
 from rolloutsync.client import RolloutClient
 from rolloutsync.config import RetryPolicy, Timeouts
 from rolloutsync.errors import (
@@ -19,6 +20,7 @@ from rolloutsync.errors import (
     EngineUnavailableError,
     ForkedError,
     NotIdleError,
+    PoisonPromptError,
     ProtocolError,
     RolloutError,
     TransportError,
@@ -26,6 +28,7 @@ from rolloutsync.errors import (
 )
 from rolloutsync.idle import DrainReport
 from rolloutsync.jobs import Job
+from rolloutsync.owner import install_sigterm
 from rolloutsync.proof import IdleState
 from rolloutsync.sample import Finish, Prompt, Sample, Status, Timing, TopLogprobs, WeightSpan
 from rolloutsync.slot import EngineState, EngineStatus
@@ -33,6 +36,7 @@ from rolloutsync.stats import EngineStats, Stats
 from rolloutsync.sweep import EngineDrain
 
 __all__ = [
+    "Audit",
     "BatchError",
     "ClientClosedError",
     "ControlError",
@@ -50,6 +54,9 @@ __all__ = [
     "IdleState",
     "Job",
     "NotIdleError",
+    "OpenSample",
+    "Orphan",
+    "PoisonPromptError",
     "Prompt",
     "ProtocolError",
     "RetryPolicy",
@@ -64,6 +71,7 @@ __all__ = [
     "TransportError",
     "UnsupportedError",
     "WeightSpan",
+    "install_sigterm",
 ]
 
 logging.getLogger("rolloutsync").addHandler(logging.NullHandler())

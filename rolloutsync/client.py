@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rolloutsync.batch import BatchRules, check_fields
 from rolloutsync.clock import Deadline
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     import requests
 
+    from rolloutsync.audit import Audit
     from rolloutsync.dialects.base import Dialect, LoadReading
     from rolloutsync.sample import Sample
     from rolloutsync.slot import EngineStatus
@@ -350,6 +351,26 @@ class RolloutClient(CoreOwner):
     def stats(self) -> Stats:
         """Counts so far. Does not block; works on a closed client."""
         return self._open().stats()
+
+    def audit(self) -> Audit:
+        """The sample ledger: admitted = delivered + open, each open sample by name, and possible orphans.
+
+        Does not block; works on a closed client. ``print`` shows it.
+        """
+        return self._open().audit()
+
+    def dump(self, file: IO[str] | None = None) -> str:
+        """Who waits for what: the gate, engines, open samples, possible orphans and the stacks of our threads.
+
+        Does not block; not for signal handlers: start a thread there. The text's ``repr`` is the text itself.
+
+        Args:
+            file: Where to write the text too; None writes nothing.
+        """
+        text = self._open().dump()
+        if file is not None:
+            file.write(f"{text}\n")
+        return text
 
     # --- the end: ``close`` is the owner's ---
 

@@ -101,3 +101,10 @@ class Deadline:
         if seconds is None or (self._at is not None and self._at <= clock.monotonic() + seconds):
             return self
         return Deadline.after(clock, seconds)
+
+
+def sooner(*deadlines: Deadline | None) -> float | None:
+    """Seconds until the first of some deadlines; None if none of them ever comes."""
+    left = [deadline.remaining() for deadline in deadlines if deadline is not None]
+    told = [seconds for seconds in left if seconds is not None]
+    return min(told) if told else None

@@ -80,6 +80,7 @@ class Timeouts:
         sample_s: One sample, from its first request to its result, retries included; pauses do not count.
         engine_wait_s: How long samples wait while no engine at all is live.
         idle_socket_s: Our sockets live this long idle; keep it below the server's keep-alive (both engines: 5 s).
+        dead_s: An engine on which samples wait and that has not answered its probes for this long is dead.
         half_open_s: A peer that acknowledges nothing for this long is dead (TCP keep-alive, TCP_USER_TIMEOUT).
     """
 
@@ -89,6 +90,7 @@ class Timeouts:
     sample_s: float = 3600.0
     engine_wait_s: float = 60.0
     idle_socket_s: float = 2.0
+    dead_s: float = 30.0
     half_open_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -9,10 +9,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rolloutsync.audit import Audit, make_audit
 from rolloutsync.batch import BatchRules, check_vocabulary, read_batch
 from rolloutsync.clock import ActiveTime, Clock, Deadline
 from rolloutsync.controls import Controls
 from rolloutsync.dialects.sglang import SGLangDialect
+from rolloutsync.dump import Dump, make_dump
 from rolloutsync.engine import Engine
 from rolloutsync.errors import ClientClosedError
 from rolloutsync.fleet import Fleet
@@ -82,8 +84,9 @@ class Core:
             engine_wait_s=config.timeouts.engine_wait_s,
             concurrency=config.engine_concurrency,
             on_trouble=lambda: self.watcher.notice(),  # noqa: PLW0108 - the watcher is made below
+            on_busy=lambda engine: self.watcher.watch(engine),  # noqa: PLW0108
         )
-        self.watcher = Watcher(self.fleet, self.clock, self.name)
+        self.watcher = Watcher(self.fleet, self.clock, self.name, config.timeouts)
         self.controls = Controls(self.fleet, self.name)
         self.ledger = Ledger()
         self.workers = self._make_workers()
@@ -217,6 +220,14 @@ class Core:
             gate=self.fleet.gate.value,
             engines={url: EngineStats(requests=r, retries=a, tokens=t) for url, (r, a, t) in totals.items()},
         )
+
+    def audit(self) -> Audit:
+        """The books."""
+        return make_audit(self.ledger, self.fleet, self.clock)
+
+    def dump(self) -> Dump:
+        """Who waits for what."""
+        return make_dump(self.name, self.fleet.gate.value, self.fleet.statuses(), self.audit())
 
     # --- the end ---
 

@@ -133,6 +133,20 @@ class Engine:
             self.facts = replace(self.facts, weight_version=version or self.facts.weight_version)
         return self.facts
 
+    def scheduler_answers(self, deadline: Deadline) -> bool:
+        """Whether a call that goes through the scheduler is answered, whatever it says. One it lacks counts as such."""
+        for call in self.dialect.facts_calls():
+            try:
+                self.call(call, deadline=deadline)
+            except UnsupportedError:
+                continue
+            except EngineHTTPError:
+                return True
+            except RolloutError:
+                return False
+            return True
+        return True
+
     def is_reachable(self) -> bool:
         """Whether it answers the cheapest call there is, whatever it says."""
         try:

@@ -12,6 +12,7 @@
     │   └── UnsupportedError          404/405: this engine does not have that endpoint
     ├── ProtocolError                 200, but not an answer that can be right
     ├── EngineAbortError              the engine ended the sample, unasked, with an error
+    ├── PoisonPromptError             engines: two of them died with this sample
     ├── BatchError                    samples, counts: see ``on_error``
     ├── ControlError                  answers, errors: a control verb failed at some engines
     └── NotIdleError                  report: the drain ended without proof of idle
@@ -179,6 +180,16 @@ class ProtocolError(RolloutError):
 
 class EngineAbortError(RolloutError):
     """The engine ended the sample by itself, with an error, though nobody asked for an abort."""
+
+
+class PoisonPromptError(RolloutError):
+    """Two engines died with this sample, which ran as the only suspect on the second: the prompt seems to kill them.
+
+    Attributes:
+        engines: URLs of the engines that died, in that order.
+    """
+
+    engines: tuple[str, ...] = ()
 
 
 class BatchError(RolloutError):

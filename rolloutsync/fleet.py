@@ -7,13 +7,14 @@ import threading
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from rolloutsync.clock import ActiveTime, Deadline
-from rolloutsync.errors import EngineUnavailableError, RolloutError, clip
+from rolloutsync.clock import ActiveTime, Deadline, sooner
+from rolloutsync.errors import EngineUnavailableError, clip
 from rolloutsync.gate import Gate, GateMode
+from rolloutsync.placement import choose, take
 from rolloutsync.slot import EngineState, EngineStatus, Lease, Slot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from rolloutsync.clock import Clock
     from rolloutsync.engine import Engine
@@ -43,6 +44,7 @@ class Fleet:
         engine_wait_s: How long an order waits while no engine at all is live.
         concurrency: The user's limit for each engine, or None for the engine's own.
         on_trouble: Called, without any lock, after an engine stopped being live.
+        on_busy: Called, without any lock, when an engine gets a request while it has no other of ours.
     """
 
     def __init__(
@@ -53,14 +55,15 @@ class Fleet:
         engine_wait_s: float,
         concurrency: int | None,
         on_trouble: Callable[[], None],
+        on_busy: Callable[[Engine], None] = lambda _: None,
     ) -> None:
         self._clock = clock
         self.active = active
         self._engine_wait_s = engine_wait_s
         self._concurrency = concurrency
         self._on_trouble = on_trouble
-        # _changed's lock guards: _slots and everything in them, groups' homes, _gate, _closed, _crowded, _dead_since,
-        # _drains.
+        self._on_busy = on_busy
+        # _changed's lock guards: all that follows, everything in the slots, groups' homes and samples' died_on.
         # Never held across I/O, callbacks or sleep. Two conditions on one lock: _room wakes those who wait for a lease.
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
@@ -71,6 +74,7 @@ class Fleet:
         self._crowded = False
         self._dead_since: float | None = None  # active time; None while an engine is live or nobody has looked
         self._drains = 0  # threads in await_none, to be told of each release
+        self.expected_version: str | None = None  # of the weights; None: any engine may join
 
     # --- membership ---
 
@@ -134,6 +138,7 @@ class Fleet:
                 return
             if state is EngineState.LIVE:
                 self._dead_since = None
+                slot.orphans.clear()
             before, slot.state, slot.reason = slot.state, state, clip(reason, 300)
             self._wake_locked()
         if state is EngineState.LIVE:
@@ -141,6 +146,23 @@ class Fleet:
             return
         log.warning("engine %s is %s: %s", url, state, clip(reason, 300))
         self._on_trouble()
+
+    def explain(self, url: str, reason: str) -> None:
+        """Say anew why an engine is in the state that it is in; logs that once."""
+        with self._changed:
+            slot = self._slots.get(url)
+            if slot is None or slot.reason == reason:
+                return
+            slot.reason = reason
+            state = slot.state
+        log.warning("engine %s is still %s: %s", url, state, reason)
+
+    def waiting(self, url: str) -> tuple[float | None, float | None]:
+        """Clock seconds since which the oldest of our requests waits at an engine, and of its last answer to one."""
+        with self._changed:
+            slots = self._some_locked(url)
+            since = min((lease.since for slot in slots for lease in slot.leases.values()), default=None)
+            return since, slots[0].answered_at if slots else None
 
     def set_paused(self, url: str, paused: bool) -> None:
         """Note that we paused, or continued, an engine."""
@@ -151,8 +173,9 @@ class Fleet:
     def set_proven(self, url: str, proven: bool) -> None:
         """Note that an engine was proven idle with the gate closed, or that this no longer holds."""
         with self._changed:
-            if url in self._slots:
-                self._slots[url].proven_idle = proven
+            for slot in self._some_locked(url):
+                slot.proven_idle = proven
+                slot.orphans = {} if proven else slot.orphans
 
     def is_paused(self, url: str) -> bool:
         """Whether we hold it paused."""
@@ -160,9 +183,43 @@ class Fleet:
             return url in self._slots and self._slots[url].paused
 
     def unproven(self) -> list[str]:
-        """Members that are not, at this moment, proven idle behind a closed gate."""
+        """Members not proven idle, at this moment, behind a closed gate."""
         with self._changed:
             return [url for url, slot in self._slots.items() if not slot.proven_idle]
+
+    # --- what may be left behind, and what it may do ---
+
+    def note_orphan(self, url: str, rid: str) -> None:
+        """A request may run on at an engine though nobody waits for it, until that is proven idle or gone."""
+        with self._changed:
+            if url in self._slots:
+                self._slots[url].orphans.setdefault(rid, self._clock.monotonic())
+
+    def orphans(self, url: str | None = None) -> list[tuple[str, str, float]]:
+        """(engine, rid, clock seconds since) of each such request, at one engine or all."""
+        with self._changed:
+            slots = self._some_locked(url)
+            return [(slot.engine.url, rid, since) for slot in slots for rid, since in slot.orphans.items()]
+
+    def convicts(self, lease: Lease, at: float) -> bool:
+        """The engine died, at clock time ``at``, with this request on it; whether the sample is to blame.
+
+        It is if it was the only suspect there. If not it becomes a suspect: from now on it runs where no other does.
+        Each request reports its own end, so that a death counts once for each sample.
+        """
+        with self._changed:
+            guilty = lease.slot.suspect is lease and lease.slot.watches_suspect(at)
+            lease.order.life.died_on += (lease.engine.url,)
+        return guilty
+
+    def first_time(self, url: str, what: str) -> bool:
+        """Whether ``what`` is to be logged of an engine: once."""
+        with self._changed:
+            slot = self._slots.get(url)
+            new = slot is not None and what not in slot.told
+            if slot is not None:
+                slot.told.add(what)
+        return new
 
     # --- the gate ---
 
@@ -201,30 +258,46 @@ class Fleet:
         Prefers another engine than ``avoid``. Ends early when the order is called off, at ``deadline``, when the
         client closes, and after ``engine_wait_s`` without any live engine.
         """
+        place = self._place(order, rid, deadline, avoid)
+        if isinstance(place, Lease) and place.first:
+            self._on_busy(place.engine)
+        return place
+
+    def _place(self, order: Order, rid: str, deadline: Deadline, avoid: str | None) -> Lease | Turned:
         with self._changed:
             while True:
                 patience: Deadline | None = None
                 if (turned := self._turned_locked(order, deadline)) is not None:
                     return turned
                 if self._gate.mode is GateMode.OPEN:
-                    if (slot := self._choose_locked(order, avoid)) is not None:
-                        return self._take_locked(slot, order, rid)
+                    now = self._clock.monotonic()
+                    if (slot := choose(self._slots, order, avoid, now)) is not None:
+                        return take(self._slots, slot, order, rid, now)
                     patience = self._patience_locked(order)
                     if patience is not None and patience.expired:
                         return Turned.UNAVAILABLE
-                self._clock.wait(self._room, min(_HEAL_S, _sooner(deadline, patience) or _HEAL_S))
+                self._clock.wait(self._room, min(_HEAL_S, sooner(deadline, patience) or _HEAL_S))
 
-    def release(self, lease: Lease, *, tokens: int = 0, version: str | None = None, retry: bool = False) -> None:
+    def release(
+        self,
+        lease: Lease,
+        *,
+        answered: bool = False,
+        tokens: int = 0,
+        version: str | None = None,
+        retry: bool = False,
+    ) -> None:
         """The request has ended for good; says what it brought."""
         with self._changed:
             slot = lease.slot
             slot.give_back(lease)
+            slot.answered_at = self._clock.monotonic() if answered else slot.answered_at
             slot.tokens += tokens
             slot.retries += retry
             slot.weight_version = version or slot.weight_version
             if slot.state is EngineState.LEAVING and not slot.leases:
                 self._slots.pop(slot.engine.url, None)
-            self._room.notify(_WOKEN)
+            self._room.notify(len(self._slots) + _WOKEN if lease.order.life.died_on else _WOKEN)
             if self._drains:
                 self._changed.notify_all()
 
@@ -233,20 +306,20 @@ class Fleet:
         until = Deadline.after(self._clock, seconds)
         with self._changed:
             while not until.expired and self._turned_locked(order, deadline) is None:
-                self._clock.wait(self._changed, _sooner(deadline, until))
+                self._clock.wait(self._changed, sooner(deadline, until))
 
     def nap(self, seconds: float) -> None:
         """Block for ``seconds``, less when the client closes."""
         until = Deadline.after(self._clock, seconds)
         with self._changed:
-            while not self._closed and not until.expired:
+            while not (self._closed or until.expired):
                 self._clock.wait(self._changed, until.remaining())
 
     def leases(self, url: str | None = None, *, of: Callable[[Order], bool] | None = None) -> list[Lease]:
         """Requests in flight now: at one engine or all, of all orders or some."""
         with self._changed:
-            slots = list(self._slots.values()) if url is None else [s for s in (self._slots.get(url),) if s]
-            return [lease for slot in slots for lease in slot.leases.values() if of is None or of(lease.order)]
+            leases = [lease for slot in self._some_locked(url) for lease in slot.leases.values()]
+            return [lease for lease in leases if of is None or of(lease.order)]
 
     def rids(self, url: str) -> list[str]:
         """Ids of our requests in flight at one engine."""
@@ -296,6 +369,9 @@ class Fleet:
 
     # --- under the lock ---
 
+    def _some_locked(self, url: str | None) -> list[Slot]:
+        return [slot for name, slot in self._slots.items() if url in {None, name}]
+
     def _states_locked(self) -> set[EngineState]:
         return {slot.state for slot in self._slots.values()}
 
@@ -310,29 +386,6 @@ class Fleet:
             return Turned.ABORTED
         return Turned.DEADLINE if deadline.expired else None
 
-    def _choose_locked(self, order: Order, avoid: str | None) -> Slot | None:
-        """The live engine with the fewest in flight; the group's home while that is within n of the fewest."""
-        live = [slot for slot in self._slots.values() if slot.state is EngineState.LIVE]
-        free = [slot for slot in live if slot.has_room]
-        free = [slot for slot in free if slot.engine.url != avoid] or free
-        if not free:
-            return None
-        quietest = min(free, key=_in_flight)
-        home = self._slots.get(order.group.home or "")
-        if home in free and home is not None and home.in_flight - quietest.in_flight <= order.group.size:
-            return home
-        return quietest
-
-    def _take_locked(self, slot: Slot, order: Order, rid: str) -> Lease:
-        group, url = order.group, slot.engine.url
-        home = self._slots.get(group.home or "")
-        if home is None or home.state is not EngineState.LIVE:
-            group.home, group.rank = url, slot.quietest_rank()
-        rank = group.rank if group.home == url else slot.quietest_rank()
-        if {"routed_dp_rank", "data_parallel_rank"} & order.prompt.fields.keys():
-            rank = None  # the user chose one
-        return slot.take(order, rid, rank, self._clock.monotonic())
-
     def _patience_locked(self, order: Order) -> Deadline | None:
         """When to give up: ``engine_wait_s`` after there was no live engine, or after the order came if that is later.
 
@@ -345,18 +398,3 @@ class Fleet:
         if self._dead_since is None:
             self._dead_since = self.active.monotonic()
         return Deadline(self.active, max(self._dead_since, order.admitted_active) + self._engine_wait_s)
-
-
-def _in_flight(slot: Slot) -> int:
-    return slot.in_flight
-
-
-def _sooner(*deadlines: Deadline | None) -> float | None:
-    left: Sequence[float | None] = [deadline.remaining() for deadline in deadlines if deadline is not None]
-    told = [seconds for seconds in left if seconds is not None]
-    return min(told) if told else None
-
-
-def describe(error: RolloutError) -> str:
-    """An error in one short line, for a state's reason."""
-    return clip(error.message, 200)

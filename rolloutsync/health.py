@@ -1,4 +1,4 @@
-"""Finding out what engines are, and bringing those back that stopped being live."""
+"""The watcher: finds out what engines are, notices those that die, and brings back those that stopped being live."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import weakref
 from typing import TYPE_CHECKING
 
 from rolloutsync.clock import Deadline
-from rolloutsync.errors import Cut, EngineHTTPError, Phase, ProtocolError, RolloutError, TransportError
-from rolloutsync.fleet import describe
+from rolloutsync.errors import Cut, EngineHTTPError, Phase, ProtocolError, RolloutError, TransportError, clip
 from rolloutsync.slot import EngineState
 from rolloutsync.sweep import Sweep
 from rolloutsync.threads import start_thread
+from rolloutsync.vigil import Vigil
 
 if TYPE_CHECKING:
     from rolloutsync.clock import Clock
+    from rolloutsync.config import Timeouts
     from rolloutsync.engine import Engine
     from rolloutsync.fleet import Fleet
 
@@ -24,19 +25,25 @@ _FIRST_PROBE_S = 0.5
 _LONGEST_PROBE_S = 5.0
 _PROOF_S = 30.0
 _GRACE_S = 1.0
+_LOOK_S = 5.0
 
 
 class Watcher:
     """Probes engines. Thread-safe.
 
-    Each engine that is not live has a thread of its own, so that none waits for another.
+    Each engine that is not live, and each on which samples wait, has a thread of its own, so that none waits for
+    another.
     """
 
-    def __init__(self, fleet: Fleet, clock: Clock, name: str) -> None:
+    def __init__(self, fleet: Fleet, clock: Clock, name: str, timeouts: Timeouts) -> None:
         self._fleet = fleet
         self._clock = clock
         self._name = name
-        self._lock = threading.Lock()  # guards: _threads, _closed, _asked. Never held across a probe.
+        self._dead_s = timeouts.dead_s
+        self._look_s = min(_LOOK_S, timeouts.dead_s / 6)
+        # _lock guards: _threads, _watching, _closed, _asked. Never held across a probe.
+        self._lock = threading.Lock()
+        self._watching: dict[Engine, threading.Thread] = {}
         self._asked: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._threads: dict[Engine, threading.Thread] = {}  # by absent engine; an added one is not the removed one
         self._closed = False
@@ -75,11 +82,48 @@ class Watcher:
         except RuntimeError as error:
             log.warning("engine %s is not probed for now: %s", engine.url, error)
 
+    def watch(self, engine: Engine) -> None:
+        """Watch an engine for as long as samples wait there, unless that goes on already."""
+        with self._lock:
+            if self._closed or engine in self._watching:
+                return
+            try:
+                self._watching[engine] = start_thread(f"{self._name}-watch", lambda: self._watch(engine))
+            except RuntimeError as error:
+                log.info("engine %s is not watched for now: %s", engine.url, error)  # the workers warn already
+
+    def _watch(self, engine: Engine) -> None:
+        vigil = Vigil(engine, self._clock, self._dead_s)
+        while True:
+            self._fleet.nap(self._look_s)
+            with self._lock:
+                if self._closed or not self._fleet.leases(engine.url):
+                    del self._watching[engine]  # under the lock: a request that comes now starts another thread
+                    return
+            try:
+                self._look(engine, vigil)
+            except Exception:  # a thread's outermost frame: the engine must not stay unwatched
+                log.exception("watching engine %s: unexpected error", engine.url)
+
+    def _look(self, engine: Engine, vigil: Vigil) -> None:
+        """Probe an engine on which a sample has waited for a while. A dead one loses its requests at once."""
+        waiting_since, answered_at = self._fleet.waiting(engine.url)
+        young = waiting_since is None or self._clock.monotonic() - waiting_since < self._look_s
+        if young or self._fleet.is_paused(engine.url):
+            vigil.reset()
+            return
+        reason = vigil.look(answered_at)
+        if reason is not None and not self._fleet.is_paused(engine.url):
+            self._fleet.set_state(engine.url, EngineState.QUARANTINED, reason)
+            cut = engine.cut(Cut.DEAD)
+            log.info("engine %s: %d requests woken", engine.url, cut)
+            vigil.reset()
+
     def close(self, timeout: float) -> list[str]:
         """End the threads (the fleet must be closed first); the names of those that did not end."""
         until = Deadline.after(self._clock, timeout)
         with self._lock:
-            self._closed, threads = True, list(self._threads.values())
+            self._closed, threads = True, [*self._threads.values(), *self._watching.values()]
         for thread in threads:
             thread.join(until.remaining())
         return [thread.name for thread in threads if thread.is_alive()]
@@ -93,12 +137,12 @@ class Watcher:
         try:
             engine.learn()
         except (EngineHTTPError, ProtocolError) as error:
-            log.info("engine %s does not say what it is: %s", engine.url, describe(error))
+            log.info("engine %s does not say what it is: %s", engine.url, clip(error.message, 200))
         except TransportError as error:
             unreachable = error.phase in {Phase.REFUSED, Phase.CONNECT, Phase.LOCAL}
             if unreachable or (error.cut is Cut.DEADLINE and not engine.is_reachable()):
-                return EngineState.DOWN, describe(error)
-            log.info("engine %s does not say what it is: %s", engine.url, describe(error))
+                return EngineState.DOWN, clip(error.message, 200)
+            log.info("engine %s does not say what it is: %s", engine.url, clip(error.message, 200))
         except Exception as error:  # noqa: BLE001 - a thread's outermost frame: an engine must not stay NEW for ever
             return EngineState.DOWN, f"probe failed: {type(error).__name__}: {error}"
         return EngineState.LIVE, ""
@@ -117,13 +161,23 @@ class Watcher:
 
     def _readmit(self, engine: Engine) -> None:
         """Probe an absent engine; one that may still run something of ours must be proven idle first."""
-        quarantined = engine in self._fleet.engines(EngineState.QUARANTINED)
+        doubtful = engine in self._fleet.engines(EngineState.QUARANTINED) or self._fleet.orphans(engine.url)
         state, _ = self._probe(engine)
         if state is not EngineState.LIVE:
             return
-        if quarantined and not self._proves_idle(engine):
+        if doubtful and not self._proves_idle(engine):
+            return
+        if self._is_stale(engine):
             return
         self._fleet.set_state(engine.url, EngineState.LIVE)
+
+    def _is_stale(self, engine: Engine) -> bool:
+        """Whether it serves other weights than the fleet; it joins when it has them."""
+        expected, version = self._fleet.expected_version, engine.facts.weight_version
+        if expected is None or version == expected:
+            return False
+        self._fleet.explain(engine.url, f"it serves weights {version!r}, the fleet {expected!r}")
+        return True
 
     def _proves_idle(self, engine: Engine) -> bool:
         """Abort what is left there and prove it idle; not yet if that would cut short what of ours runs there."""

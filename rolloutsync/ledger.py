@@ -22,6 +22,7 @@ class Ledger:
         self._ended: Counter[str] = Counter()
         self._tokens = 0
         self._retries = 0
+        self._dropped = 0
 
     def admit(self, orders: list[Order]) -> None:
         """These samples are ours to deliver from now on."""
@@ -39,12 +40,18 @@ class Ledger:
         """The sample has ended; False if it had ended before, and this second one must not be delivered."""
         with self._lock:
             if self._open.pop(id(order), None) is None:
+                self._dropped += 1
                 return False
             self._waiting.discard(id(order))
             self._ended[sample.status.value] += 1
             self._tokens += len(sample.output_ids)
             self._retries += max(0, sample.attempts - 1)
             return True
+
+    def book(self) -> tuple[int, int, int, list[Order]]:
+        """(admitted, ended, second endings that were dropped, open orders), all of one moment."""
+        with self._lock:
+            return self._admitted, sum(self._ended.values()), self._dropped, list(self._open.values())
 
     def snapshot(self) -> dict[str, int]:
         """All counts at one moment: admitted, open, waiting, one for each status, tokens, retries."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from rolloutsync.sample import begin
@@ -37,6 +38,41 @@ class Group:
         self.rank: int | None = None
 
 
+class Doing(str, Enum):
+    """What an open sample is doing."""
+
+    QUEUED = "waits for a thread"
+    PLACE = "waits for an engine"
+    ENGINE = "is at the engine"
+    ORPHAN = "aborts its broken request"
+    REST = "rests before another attempt"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Life:
+    """How far an open sample has come, for people who ask.
+
+    Written by the one thread that makes the sample, read by any; each field is one reference. Only ``died_on`` decides
+    anything: the engines that died while the sample ran there, see ``rolloutsync.fleet``.
+    """
+
+    __slots__ = ("attempts", "died_on", "doing", "engine", "rid", "since")
+
+    def __init__(self) -> None:
+        self.attempts = 0
+        self.doing = Doing.QUEUED
+        self.engine: str | None = None
+        self.rid: str | None = None
+        self.since: float | None = None  # clock seconds; None: since it was admitted
+        self.died_on: tuple[str, ...] = ()
+
+    def now(self, doing: Doing, at: float) -> None:
+        """It does something else from now on."""
+        self.doing, self.since = doing, at
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Order:
     """One sample to be made.
@@ -48,6 +84,7 @@ class Order:
         stops: Any of them set means: end ABORTED.
         admitted_at: Clock seconds.
         admitted_active: Seconds of active time.
+        life: How far it has come.
     """
 
     prompt: Prompt
@@ -61,6 +98,7 @@ class Order:
     priority: int = 0
     stops: tuple[Stop, ...] = ()
     own_stop: Stop = field(default_factory=Stop)
+    life: Life = field(default_factory=Life)
 
     @property
     def stopped(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,25 @@ class CoreOwner:
 
 
 _owners: weakref.WeakSet[CoreOwner] = weakref.WeakSet()
+
+
+def install_sigterm() -> None:
+    """Make SIGTERM end this process as ``sys.exit(143)`` does: blocking calls unwind, our own requests are aborted.
+
+    Nothing installs it unasked: by default SIGTERM kills the process, the kernel closes its sockets, and engines abort
+    on that. Call it from the main thread; it takes the place of a handler that is there.
+
+    Raises:
+        ValueError: Not called from the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        name = threading.current_thread().name
+        raise ValueError(f"install_sigterm must be called from the main thread, not from {name!r}")
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+
+
+def _exit_on_signal(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _renew_in_child() -> None:

@@ -12,19 +12,21 @@ from rolloutsync.errors import (
     DeadlineExceededError,
     EngineAbortError,
     Phase,
+    PoisonPromptError,
     ProtocolError,
     RolloutError,
     TransportError,
     UnsupportedError,
 )
 from rolloutsync.fleet import Turned
-from rolloutsync.order import new_rid
+from rolloutsync.order import Doing, new_rid
 from rolloutsync.sample import Sample, Segment, Status, Timing, extend
 from rolloutsync.slot import EngineState
 
 if TYPE_CHECKING:
     from rolloutsync.clock import Clock
     from rolloutsync.config import RetryPolicy, Timeouts
+    from rolloutsync.engine import Engine
     from rolloutsync.fleet import Fleet
     from rolloutsync.order import Order
     from rolloutsync.retry import Judge, Verdict
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutsync.rollout")
 _FINISHES = {"stop", "length", "abort"}
 _CALLED_OFF = {Cut.DRAIN, Cut.ABORT, Cut.CLOSE}
+_AFTER_SENDING = {Phase.RACE, Phase.SENT, Phase.BODY}
 
 
 class _Trail:
@@ -51,6 +54,12 @@ class _Trail:
         self.engine_s = 0.0
         self.last_error: RolloutError | None = None
 
+    def note(self, doing: Doing, at: float) -> None:
+        """Tell whoever asks how far the sample has come."""
+        life = self.order.life
+        life.rid, life.engine, life.attempts = self.rid, self.engine, self.attempts
+        life.now(doing, at)
+
 
 class Rollout:
     """Turns orders into samples. Thread-safe: all state of a sample is local to the call that makes it."""
@@ -67,6 +76,7 @@ class Rollout:
         deadline = order.deadline.or_sooner(self._fleet.active, self._timeouts.sample_s)
         trail = _Trail(order, deadline)
         while True:
+            trail.note(Doing.PLACE, self._clock.monotonic())
             place = self._fleet.lease(order, trail.rid, trail.deadline, avoid=trail.avoid)
             if isinstance(place, Turned):
                 return self._turned_away(trail, place)
@@ -94,7 +104,9 @@ class Rollout:
                     break
         finally:
             tokens = 0 if segment is None else len(segment.output_ids)
-            self._fleet.release(lease, tokens=tokens, version=_version(segment), retry=retry)
+            got = segment is not None
+            self._fleet.release(lease, answered=got, tokens=tokens, version=_version(segment), retry=retry)
+        trail.note(Doing.REST, self._clock.monotonic())
         self._fleet.rest(trail.order, verdict.delay_s, trail.deadline)
         return None
 
@@ -102,6 +114,7 @@ class Rollout:
         started = self._clock.monotonic()
         trail.engine = lease.engine.url
         lease.rid = trail.rid
+        trail.note(Doing.ENGINE, started)
         try:
             segment = lease.engine.generate(
                 trail.order.prompt, trail.rid, deadline=trail.deadline, dp_rank=lease.dp_rank, fresh=trail.fresh
@@ -176,7 +189,7 @@ class Rollout:
             self._fleet.set_state(lease.engine.url, EngineState.DOWN, error.message)
         called_off = (cut or self._fleet.calls_off(trail.order)) and not verdict.definite
         if verdict.abort_old and not cut and (not called_off or trail.order.stopped):
-            self._abort_orphan(lease, trail.rid)
+            verdict = self._after_orphan(trail, lease, error, verdict)
         if called_off:
             return None
         if out_of_time or not verdict.again:
@@ -187,21 +200,59 @@ class Rollout:
         log.debug("sample %d/%d: %s; next: %s", trail.order.index, trail.order.member, error, verdict)
         return verdict
 
-    def _abort_orphan(self, lease: Lease, rid: str) -> None:
-        """The request may be running without anybody to take its answer: end it before the sample runs elsewhere."""
+    def _after_orphan(self, trail: _Trail, lease: Lease, error: RolloutError, verdict: Verdict) -> Verdict:
+        """Abort the broken request. Where the engine turns out to have died with it, the sample may be to blame."""
+        broken_at = self._clock.monotonic()
+        trail.note(Doing.ORPHAN, broken_at)
+        listens = self._abort_orphan(lease, trail.rid, error)
+        if listens or not _broke_at_the_engine(error):
+            return verdict
+        if not self._fleet.convicts(lease, broken_at):
+            return replace(verdict, fresh=False, elsewhere=True)
+        trail.last_error = _poisonous(trail)
+        trail.last_error.__cause__ = error
+        return replace(verdict, again=False)
+
+    def _abort_orphan(self, lease: Lease, rid: str, error: RolloutError) -> bool:
+        """The request may be running without anybody to take its answer: end it before the sample runs elsewhere.
+
+        Returns False if nobody is there to be told: refused, or broken off too.
+        """
         engine, limit = lease.engine, Deadline.after(self._clock, self._policy.orphan_abort_timeout_s)
+        if _cut(error) is Cut.DEAD:  # it is out of the fleet already, and comes back only when proven idle
+            self._fleet.note_orphan(engine.url, rid)
+            return True
         try:
             engine.abort(rid, deadline=limit)
-        except UnsupportedError as error:
-            log.warning("engine %s cannot abort by id, %s may run on: %s", engine.url, rid, error.message)
-        except TransportError as error:
-            gone = error.phase is Phase.REFUSED
-            state = EngineState.DOWN if gone else EngineState.QUARANTINED
-            reason = error.message if gone else f"the abort of {rid} could not be delivered: {error.message}"
-            self._fleet.set_state(engine.url, state, reason)
-        except RolloutError as error:
-            reason = f"the abort of {rid} was refused: {error.message}"
-            self._fleet.set_state(engine.url, EngineState.QUARANTINED, reason)
+        except UnsupportedError as refusal:
+            if self._fleet.first_time(engine.url, "cannot abort"):
+                log.warning("engine %s cannot abort by id: broken requests may run on: %s", engine.url, refusal.message)
+        except RolloutError as failure:
+            return self._undelivered(engine, rid, failure)
+        return True
+
+    def _undelivered(self, engine: Engine, rid: str, failure: RolloutError) -> bool:
+        """The abort did not reach the engine, or was refused; see ``_abort_orphan``."""
+        phase = failure.phase if isinstance(failure, TransportError) else None
+        if phase is Phase.REFUSED:
+            self._fleet.set_state(engine.url, EngineState.DOWN, failure.message)
+            return False
+        self._fleet.note_orphan(engine.url, rid)
+        word = "was refused" if phase is None else "could not be delivered"
+        self._fleet.set_state(engine.url, EngineState.QUARANTINED, f"the abort of {rid} {word}: {failure.message}")
+        return not _broke_at_the_engine(failure)
+
+
+def _broke_at_the_engine(error: RolloutError) -> bool:
+    """Whether the other side ended a request that it had: it died, or the connection did."""
+    return isinstance(error, TransportError) and error.cut is None and error.phase in _AFTER_SENDING
+
+
+def _poisonous(trail: _Trail) -> PoisonPromptError:
+    engines = trail.order.life.died_on
+    what = f"sample {trail.order.index}/{trail.order.member} was on {len(engines)} engines when they died"
+    words = f"{what}, on {engines[-1]} as the only suspect: its prompt seems to kill engines; it is not sent again"
+    return PoisonPromptError(words, engine=trail.engine, rid=trail.rid, engines=engines)
 
 
 def _cut(error: RolloutError) -> Cut | None:

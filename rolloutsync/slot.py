@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMIT = 256
 LARGEST_LIMIT = 512
+WATCHED_S = 30.0  # for so long a suspect is the only one on its engine; a second time: until it has ended
 
 
 class EngineState(str, Enum):
@@ -66,6 +67,7 @@ class Lease:
         rid: Of that request.
         dp_rank: To be sent along, or None to let the engine choose.
         since: Clock seconds.
+        first: No other of ours was there when it was taken.
     """
 
     slot: Slot
@@ -73,6 +75,7 @@ class Lease:
     rid: str
     dp_rank: int | None
     since: float
+    first: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -93,6 +96,10 @@ class Slot:
     paused: bool = False
     proven_idle: bool = False
     weight_version: str | None = None
+    answered_at: float | None = None  # clock seconds of the last whole answer to a request of ours
+    suspect: Lease | None = None  # the last lease of a sample that was there when an engine died
+    orphans: dict[str, float] = field(default_factory=dict)  # rid to clock seconds: its abort was not delivered
+    told: set[str] = field(default_factory=set)  # what was logged once and is not to be logged again
     requests: int = 0
     retries: int = 0
     tokens: int = 0
@@ -111,9 +118,21 @@ class Slot:
         return DEFAULT_LIMIT if told is None else max(1, min(LARGEST_LIMIT, told * 5 // 4))
 
     @property
+    def is_live(self) -> bool:
+        """Whether it gets requests at all."""
+        return self.state is EngineState.LIVE
+
+    @property
     def has_room(self) -> bool:
         """Whether one more request may go there."""
-        return self.state is EngineState.LIVE and len(self.leases) < self.room
+        return self.is_live and len(self.leases) < self.room
+
+    def watches_suspect(self, now: float) -> bool:
+        """Whether a suspect is there that must be the only one."""
+        lease = self.suspect
+        if lease is None or id(lease) not in self.leases:
+            return False
+        return len(lease.order.life.died_on) > 1 or now - lease.since < WATCHED_S
 
     def quietest_rank(self) -> int | None:
         """The DP rank with the fewest of our requests; None for an engine with a single rank."""
@@ -122,9 +141,11 @@ class Slot:
 
     def take(self, order: Order, rid: str, dp_rank: int | None, now: float) -> Lease:
         """Count one more request."""
-        lease = Lease(self, order, rid, dp_rank, now)
+        lease = Lease(self, order, rid, dp_rank, now, first=not self.leases)
         self.leases[id(lease)] = lease
         self.requests += 1
+        if order.life.died_on:
+            self.suspect = lease
         if dp_rank is not None:
             self.ranks[dp_rank] = self.ranks.get(dp_rank, 0) + 1
         return lease
@@ -133,6 +154,8 @@ class Slot:
         """Count one request less."""
         if self.leases.pop(id(lease), None) is not None and lease.dp_rank is not None:
             self.ranks[lease.dp_rank] -= 1
+        if self.suspect is lease:
+            self.suspect = None
 
     def status(self) -> EngineStatus:
         """A frozen picture."""
