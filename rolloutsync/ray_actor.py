@@ -57,7 +57,8 @@ class RolloutWorker:
     Ray's object store, without a copy.
 
     When the process ends, however it does, its sockets close, on which engines abort. ``ray.kill`` and the driver's end
-    do that at once. ``__ray_terminate__`` lets running calls finish first; ``close`` before it ends them early.
+    do that at once. ``__ray_terminate__`` lets running calls finish first (in Ray 2.60; 2.40 does not wait); ``close``
+    before it ends them early, and their callers get partials.
 
     Args:
         urls: As for ``RolloutClient``.
@@ -77,9 +78,9 @@ class RolloutWorker:
     def generate(self, batch: Any, sampling_params: Any = None, **options: Any) -> list[Sample]:
         """``RolloutClient.generate``; shows no progress bar, as an actor has no terminal.
 
-        ``ray.cancel`` of the call aborts its own requests within a second; Ray throws its samples away then. (Ray tells
-        a threaded actor of a cancellation since 2.50 or so; with older ones the call runs on.) For the partials use
-        ``abort_until_idle``.
+        ``ray.cancel`` of the call aborts its own requests within a second, and Ray throws its samples away; use
+        ``abort_until_idle`` to get them. Where Ray is too old to tell the actor (no ``RuntimeContext.is_canceled``, as
+        in 2.40), the call runs on.
         """
         with self.client.start(batch, sampling_params, **{**options, "progress": False}) as job:
             while not job.wait(_CANCEL_POLL_S):

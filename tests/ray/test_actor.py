@@ -242,7 +242,8 @@ def test_a_client_pickles_into_a_task(cluster: ModuleType, fleet: SimFleet) -> N
 
 def test_found_by_its_name(cluster: ModuleType, make_actor: MakeActor) -> None:
     make_actor(name="rollout")
-    (sample,) = cluster.get(cluster.get_actor("rollout").generate.remote([[3, 4]], params(4)))
+    found = cluster.get_actor("rollout")
+    (sample,) = cluster.get(found.generate.remote([[3, 4]], params(4)))
     check_sample(sample, [3, 4], 4)
 
 
