@@ -13,7 +13,7 @@ from rolloutsync import IdleState, NotIdleError, RolloutClient, Status, Timeouts
 from rolloutsync.clock import Clock
 from rolloutsync.sim import Fault, SimFleet
 from tests.background import in_thread
-from tests.client.kit import ENDLESS, SHORT, ScriptedEngine, calls, check_sample, generations, params, prompts, quiet
+from tests.client.kit import ENDLESS, ScriptedEngine, calls, check_sample, generations, params, prompts
 from tests.wire import answer, eventually, silence
 
 MakeClient = Callable[..., RolloutClient]
@@ -152,40 +152,6 @@ def test_a_patient_drain_outlives_a_short_one(fleet: SimFleet, make_client: Make
     assert patient.result(10.0).idle
 
 
-@pytest.mark.parametrize("timeout", [0.0, 0.4])
-def test_a_load_that_never_reaches_zero(fleet: SimFleet, make_client: MakeClient, timeout: float) -> None:
-    """B18: an error within the timeout and a second, with the report; our calls are cut and ABORTED."""
-    client = make_client(fleet[0])
-    client.engines()
-    fleet.engines[0].add_fault(Fault(kind="stuck_load"))
-    fleet.engines[0].add_fault(Fault(kind="ignore_abort", times=None))
-    job = client.start(prompts(3), ENDLESS)
-    eventually(lambda: running(fleet) == 3, "all run")
-    began = CLOCK.monotonic()
-    with pytest.raises(NotIdleError) as caught:
-        client.abort_until_idle(timeout)
-    assert CLOCK.monotonic() - began < timeout + 1.0
-    drain = caught.value.report.engines[0]
-    assert (drain.url, len(drain.rids)) == (fleet[0], 3)
-    assert (drain.state, drain.running) == ((IdleState.BUSY, 3) if timeout else (IdleState.UNKNOWN, 0))
-    assert fleet[0] in str(caught.value)
-    assert [sample.status for sample in job.result()] == [Status.ABORTED] * 3
-    assert drain.aborts <= 5
-    report = client.abort_until_idle(0.3, raise_on_timeout=False)
-    assert not report.idle
-
-
-def test_the_fourth_abort_works(fleet: SimFleet, make_client: MakeClient) -> None:
-    """B18: an engine that ignores three aborts is asked again."""
-    client = make_client(fleet[0])
-    client.engines()
-    fleet.engines[0].add_fault(Fault(kind="ignore_abort", times=3))
-    job = client.start(prompts(2), ENDLESS)
-    eventually(lambda: running(fleet) == 2, "all run")
-    assert client.abort_until_idle(15.0).idle
-    assert {sample.status for sample in job.result()} == {Status.ABORTED}
-
-
 def test_an_unreadable_load_is_never_idle(make_client: MakeClient) -> None:
     """Nothing that is not certainly zero is zero."""
     loads = [b"{}", b'{"error": "x"}', b"null", b'"7"', b"-1", b'{"loads": []}', b"<html>"]
@@ -196,20 +162,6 @@ def test_an_unreadable_load_is_never_idle(make_client: MakeClient) -> None:
         assert [drain.state for drain in report.engines] == [IdleState.UNKNOWN] * 7
         assert all(drain.detail for drain in report.engines)
         assert not report.idle
-
-
-def test_silence_on_loads_and_aborts(make_client: MakeClient) -> None:
-    """B02: both control calls hang; the drain ends in time and names the engine; the samples come back."""
-    silent = {"/v1/loads": [silence], "/abort_request": [silence]}
-    with ScriptedEngine(quiet, others=silent) as engine:
-        client = make_client(engine.url)
-        job = client.start([[5]])
-        eventually(lambda: engine.counts()["/generate"] == 1, "it is sent")
-        began = CLOCK.monotonic()
-        with pytest.raises(NotIdleError, match=engine.url):
-            client.abort_until_idle(0.6)
-        assert CLOCK.monotonic() - began < 1.6
-        assert job.result()[0].status is Status.ABORTED
 
 
 def test_a_silent_engine_that_was_never_known(make_client: MakeClient) -> None:
@@ -270,31 +222,3 @@ def test_a_foreign_pause_is_frozen_not_idle(make_client: MakeClient) -> None:
         fleet.engines[0].call("POST", "/pause_generation", {"mode": "in_place"})
         report = client.abort_until_idle(6.5, raise_on_timeout=False)
         assert (report.idle, report.engines[0].state) == (False, IdleState.FROZEN)
-
-
-def test_half_of_a_batch_completes_while_it_is_aborted(fleet: SimFleet, make_client: MakeClient) -> None:
-    """B19: completed ones stay complete; no abort names a request; every sample ends once."""
-    client = make_client(fleet)
-    batch = [{"input_ids": [3 + at], "sampling_params": params(30 if at % 2 else 30_000)} for at in range(64)]
-    job = client.start(batch)
-    eventually(lambda: client.stats().truncated >= 16, "some are complete")
-    client.abort_until_idle(10.0)
-    counts = Counter(sample.status for sample in job.result())
-    assert counts[Status.TRUNCATED] + counts[Status.ABORTED] == 64
-    assert counts[Status.TRUNCATED] >= 16
-    assert all(engine.state()["aborts"]["rids"] == [] for engine in fleet.engines)
-    assert max(engine.state()["aborts"]["abort_all"] for engine in fleet.engines) <= 2
-
-
-def test_b33_a_drain_beside_a_full_engine(make_client: MakeClient) -> None:
-    """B33: four generates hang and concurrency is four; the abort arrives within a second."""
-    with ScriptedEngine(quiet) as engine:
-        client = make_client(engine.url, engine_concurrency=4, timeouts=SHORT)
-        job = client.start(prompts(10))
-        eventually(lambda: engine.counts()["/generate"] == 4, "all hang")
-        began = CLOCK.monotonic()
-        drain = in_thread(lambda: client.abort_until_idle(0.6, raise_on_timeout=False))
-        eventually(lambda: engine.counts()["/abort_request"] >= 1, "the abort has arrived")
-        assert CLOCK.monotonic() - began < 1.0
-        drain.result(5.0)
-        assert {sample.status for sample in job.result()} == {Status.ABORTED}

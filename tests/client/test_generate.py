@@ -22,14 +22,13 @@ from tests.client.kit import (
     ScriptedEngine,
     calls,
     check_sample,
-    completion,
     error_answer,
     generations,
     good,
     params,
     prompts,
 )
-from tests.wire import Request, Script, WireServer, answer, eventually
+from tests.wire import Request, Script, WireServer, eventually
 
 MakeClient = Callable[..., RolloutClient]
 
@@ -107,23 +106,6 @@ def test_what_is_sent(make_client: MakeClient) -> None:
     }
 
 
-def test_prefix_and_trailing_slash(make_client: MakeClient) -> None:
-    """B37: a path prefix is kept, a trailing slash adds none."""
-    with WireServer([_serve_any()]) as server:
-        sample = make_client(f"{server.url}/prefix/").generate([[5]])[0]
-        assert sample.status == "TRUNCATED"
-        assert {path for path in server.paths() if "generate" in path} == {"/prefix/generate"}
-
-
-def _serve_any() -> Callable[..., None]:
-    from tests.wire import play
-
-    def choose(request: Request) -> Script:
-        return good(request) if request.path.endswith("/generate") else [answer(b"{}")]
-
-    return play(choose)
-
-
 def test_an_empty_batch_does_nothing(fleet: SimFleet, make_client: MakeClient) -> None:
     """No request, no thread, an empty list."""
     before = set(threading.enumerate())
@@ -187,19 +169,6 @@ def test_bad_input_sends_nothing(
         client.generate(*arguments, **options)
     assert calls(fleet, "/generate") == 0
     assert client.stats().admitted == 0
-
-
-@pytest.mark.parametrize("bad", ["127.0.0.1:1", "http://u:p@h:1", "http://::1:80", "http://h:1?x", "http://", "", []])
-def test_bad_urls(bad: Any) -> None:
-    """B37: refused by the constructor, which names the URL."""
-    with pytest.raises(ValueError, match=r"engine URL|urls is empty"):
-        RolloutClient(bad)
-
-
-def test_duplicates_are_one_engine(fleet: SimFleet, make_client: MakeClient) -> None:
-    """The same engine named twice gets its requests once."""
-    client = make_client([fleet[0], fleet[0] + "/", fleet[0].replace("http", "HTTP")])
-    assert [status.url for status in client.engines()] == [fleet[0]]
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -369,11 +338,3 @@ def test_a_client_closed_before_its_first_verb(make_client: MakeClient) -> None:
     assert client.close() == []
     with pytest.raises(ClientClosedError):
         client.generate([[5]])
-
-
-def test_a_sample_that_says_nan(make_client: MakeClient) -> None:
-    """B08: a NaN logprob is never silently completed."""
-    with ScriptedEngine(lambda request, _: [answer(completion(request).replace(b"-0.5", b"NaN", 1))]) as engine:
-        sample = make_client(engine.url).generate([[5]], on_error="return")[0]
-    assert sample.status is Status.FAILED
-    assert "NaN" in str(sample.error)

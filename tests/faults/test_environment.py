@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -82,11 +83,28 @@ def test_the_same_engine_in_four_forms(client_to: MakeClient) -> None:
         assert [status.url for status in client.engines()] == [engine.url]
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://::1:30000", "http://", "ftp://a:1", "http://a:99999", ""])
+BAD = [
+    "127.0.0.1:30000",
+    "http://::1:30000",
+    "http://",
+    "ftp://a:1",
+    "http://a:99999",
+    "http://h:1?x",
+    "http://u:p@h:1",
+]
+
+
+@pytest.mark.parametrize("url", [*BAD, ""])
 def test_bad_urls(url: str) -> None:
     """B37: refused by the constructor, which names it."""
-    with pytest.raises(ValueError, match=url or "engine URL ''"):
+    with pytest.raises(ValueError, match=f"engine URL {re.escape(repr(url))}"):
         RolloutClient(url)
+
+
+def test_no_url_at_all() -> None:
+    """An empty list is no fleet."""
+    with pytest.raises(ValueError, match="urls is empty"):
+        RolloutClient([])
 
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "303 See", "307 Temporary", "308 Permanent"])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from rolloutsync.errors import Cut, Phase, TransportError
 from tests.background import in_thread
+from tests.processes import run
 from tests.transport.kit import Caller, all_at_once
 from tests.wire import (
     Request,
@@ -31,7 +28,6 @@ from tests.wire import (
 )
 
 MakeCaller = Callable[..., Caller]
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
@@ -218,13 +214,5 @@ with WireServer([play(steps)]) as server:
 
 def test_a_forked_child_has_sockets_of_its_own() -> None:
     """B31: both processes get their own answers, the parent's call in flight survives, the child keeps no socket."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(FORK)
     assert done.stdout.strip() == "parent True child 0", done.stderr

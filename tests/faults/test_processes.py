@@ -1,0 +1,177 @@
+"""B32, B34 and the end of processes: signals, exits, forks, and limits on what a process may have."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from rolloutsync import RolloutClient
+from tests.client.kit import ScriptedEngine, body_of, error_answer, prompts, quiet
+from tests.faults.engine import LiveEngine
+from tests.faults.kit import IMPATIENT, MakeClient, echo
+from tests.processes import begin, run
+from tests.wire import Request, Script, eventually, reset, silence
+
+START = """
+import sys
+from rolloutsync import RolloutClient
+batch = [[3 + number, 9] for number in range(100)]
+client = RolloutClient(sys.argv[1], progress=False)
+"""
+GENERATES = "client.generate(batch)"
+BLOCKED = {
+    "generate": GENERATES,
+    "result": "client.start(batch).result()",
+    "iteration": "list(client.start(batch))",
+    "submit": "[future.result() for future in [client.submit(prompt) for prompt in batch]]",
+}
+SLOWLY = pytest.mark.slow  # one of each kind is enough for the fast suite
+LEAVES = "job = client.start(batch)\nwhile client.stats().waiting:\n    pass\nsys.stdin.readline()\n"
+
+
+def ends(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    """Return code and standard error of a process that ends in time."""
+    began = time.monotonic()
+    _, errors = process.communicate("", timeout=20.0)
+    took = time.monotonic() - began
+    assert took < seconds, f"gone after {took:.1f} s: {errors}"
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(
+    "verb", ["generate", *(pytest.param(verb, marks=SLOWLY) for verb in BLOCKED if verb != "generate")]
+)
+def test_ctrl_c(verb: str) -> None:
+    """B32: one traceback, gone within two seconds, every one of our ids was aborted or its socket closed."""
+    with LiveEngine() as engine:
+        process = begin(START + BLOCKED[verb], engine.url)
+        engine.journal.await_running(100)
+        process.send_signal(signal.SIGINT)
+        code, errors = ends(process, 2.0)
+        assert (code, errors.count("Traceback")) == (-signal.SIGINT, 1)
+        assert errors.strip().endswith("KeyboardInterrupt")
+        eventually(lambda: engine.running() == 0, "the engine is free")
+        assert set(engine.aborted_rids()) <= set(engine.rids())
+        assert len(engine.aborted_rids()) >= 50
+        assert engine.sweeps() == []
+
+
+def test_ctrl_c_at_a_silent_engine() -> None:
+    """B32: nothing is answered, not even aborts: gone as soon."""
+    with ScriptedEngine(quiet, others={"/abort_request": [silence]}) as engine:
+        process = begin(START + GENERATES, engine.url)
+        engine.server.await_requests(102)
+        process.send_signal(signal.SIGINT)
+        code, errors = ends(process, 2.5)
+        assert (code, errors.count("Traceback")) == (-signal.SIGINT, 1)
+
+
+def test_sigterm_is_the_systems(client_to: MakeClient) -> None:
+    """B32: no handler of ours: the process is gone at once; the kernel closes its sockets, on which engines abort."""
+    with LiveEngine() as engine:
+        before = signal.getsignal(signal.SIGTERM)
+        client_to(engine.url).engines()
+        assert signal.getsignal(signal.SIGTERM) is before
+        process = begin(START + GENERATES, engine.url)
+        engine.journal.await_running(100)
+        process.send_signal(signal.SIGTERM)
+        assert ends(process, 1.0) == (-signal.SIGTERM, "")
+        eventually(lambda: engine.journal.ends() == ["lost"] * 100, "the engine is free")
+
+
+EXIT, RAISE = "sys.exit(3)", "raise ValueError('ours')"
+
+
+@pytest.mark.parametrize("how", ["", pytest.param(EXIT, marks=SLOWLY), pytest.param(RAISE, marks=SLOWLY)])
+def test_a_main_thread_that_leaves_while_all_is_silent(how: str) -> None:
+    """B32: without close(), and the engine answers not even aborts: gone within three seconds, nothing more printed."""
+    with ScriptedEngine(quiet, others={"/abort_request": [silence]}) as engine:
+        process = begin(START + LEAVES + how, engine.url)
+        engine.server.await_requests(102)
+        code, errors = ends(process, 3.0)
+        assert code == {"": 0, EXIT: 3, RAISE: 1}[how]
+        assert errors.count("Traceback") == (how == RAISE)
+        assert "Exception ignored" not in errors
+
+
+FEW_DESCRIPTORS = """
+import resource, sys
+from rolloutsync import RolloutClient
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with RolloutClient(sys.argv[1], progress=False) as client:
+    batch = [[3 + number, 9] for number in range(256)]
+    samples = client.generate(batch)
+    right = [sample.output_ids.tolist()[:1] == [1003 + number] for number, sample in enumerate(samples)]
+    print(sum(right), {sample.attempts for sample in samples}, [engine.state.value for engine in client.engines()])
+"""
+
+
+def test_sixty_four_descriptors() -> None:
+    """B34: 256 samples with RLIMIT_NOFILE=64: all are made, nobody is blamed, nothing counts as an attempt."""
+    with LiveEngine(takes_s=0.05) as engine:
+        done = run(FEW_DESCRIPTORS, engine.url)
+        assert done.stdout.strip() == "256 {1} ['live']", done.stdout + done.stderr
+
+
+FEW_THREADS = """
+import sys, threading
+from rolloutsync import RolloutClient
+client = RolloutClient(sys.argv[1], progress=False)
+client.engines()
+start, left = threading.Thread.start, [20]
+def limited(thread):
+    if left[0] == 0:
+        raise RuntimeError("can't start new thread")
+    left[0] -= 1
+    start(thread)
+threading.Thread.start = limited
+batch = [[3 + number, 9] for number in range(256)]
+samples = client.generate(batch)
+print(sum(sample.output_ids.tolist()[:1] == [1003 + number] for number, sample in enumerate(samples)))
+threading.Thread.start = start
+print(client.close())
+"""
+
+
+def test_twenty_threads() -> None:
+    """B34: "can't start new thread" after 20: all 256 samples are made by those."""
+    with LiveEngine(takes_s=0.0) as engine:
+        done = run(FEW_THREADS, engine.url)
+        assert done.stdout.split("\n")[:2] == ["256", "[]"], done.stdout + done.stderr
+        assert done.stderr.count("worker threads") <= 1
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def faulty(request: Request, number: int) -> Script | None:
+    """One prompt runs until it is aborted, one is refused, the rest is answered; now and then a reset."""
+    first = body_of(request)["input_ids"][0]
+    if first == 3:
+        return None
+    return error_answer("400 Bad Request") if first == 4 else [reset] if number % 7 == 6 else echo(request)
+
+
+def test_twenty_batches_of_faults_leave_nothing() -> None:
+    """B34: resets, refusals and an abort in each of 20 batches; then as many descriptors and threads as before."""
+    with LiveEngine(faulty) as engine:
+        before = descriptors(), threads()
+        with RolloutClient(engine.url, progress=False, retry=IMPATIENT) as client:
+            for _ in range(20):
+                with client.start(prompts(10), on_error="return") as job:
+                    for sample in itertools.islice(job, 9):
+                        assert (sample.error is None) == (sample.index != 1)
+                assert [sample.index for sample in job.partials] == [0]
+        stats = client.stats()
+        assert (stats.admitted, stats.truncated, stats.failed, stats.aborted, stats.open) == (200, 160, 20, 20, 0)
+        eventually(lambda: (descriptors(), threads()) <= before, "nothing is left")
