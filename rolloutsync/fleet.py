@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from rolloutsync.clock import ActiveTime, Deadline, sooner
 from rolloutsync.errors import EngineUnavailableError, clip
-from rolloutsync.gate import Gate, GateMode
+from rolloutsync.gate import Gate, GateMode, Turned
 from rolloutsync.placement import choose, take
 from rolloutsync.slot import EngineState, EngineStatus, Lease, Slot
 
@@ -24,15 +23,6 @@ log = logging.getLogger("rolloutsync.fleet")
 _CROWD = 4096
 _WOKEN = 4  # of those who wait for room, at each release: more than one, since not everybody may use that room
 _HEAL_S = 1.0  # and should none of them be able to, the others look by themselves after this long
-
-
-class Turned(Enum):
-    """Why an order was turned away instead of getting a lease."""
-
-    ABORTED = "aborted"
-    CLOSED = "client closed"
-    UNAVAILABLE = "no live engine"
-    DEADLINE = "deadline"
 
 
 class Fleet:

@@ -17,6 +17,15 @@ class GateMode(str, Enum):
     ABORT = "abort"  # they end ABORTED, unsent
 
 
+class Turned(Enum):
+    """Why an order was turned away instead of getting a lease."""
+
+    ABORTED = "aborted"
+    CLOSED = "client closed"
+    UNAVAILABLE = "no live engine"
+    DEADLINE = "deadline"
+
+
 class Gate:
     """Open unless somebody keeps it closed. Not thread-safe: the fleet's lock guards it.
 

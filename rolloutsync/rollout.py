@@ -18,7 +18,7 @@ from rolloutsync.errors import (
     TransportError,
     UnsupportedError,
 )
-from rolloutsync.fleet import Turned
+from rolloutsync.gate import Turned
 from rolloutsync.order import Doing, new_rid
 from rolloutsync.sample import Sample, Segment, Status, Timing, extend
 from rolloutsync.slot import EngineState

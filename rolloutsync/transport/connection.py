@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import os
 import select
 import threading
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+
+from rolloutsync.threads import Outcome, start_thread
 
 if TYPE_CHECKING:
     import io
@@ -29,6 +32,14 @@ def current_exchange() -> Exchange | None:
 def set_current_exchange(exchange: Exchange | None) -> None:
     """Say which exchange this thread is making."""
     _current.exchange = exchange
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 class _Lines:
@@ -115,11 +126,37 @@ class _Tracked(HTTPConnection):
         try:
             with exchange.connect_slot():
                 self.timeout = exchange.connect_timeout()  # anew: waiting for the slot took time
-                super().connect()
+                if _is_address(self.host):
+                    super().connect()
+                else:
+                    self._connect_aside(exchange, self.timeout)
         except BaseException as error:
             exchange.connect_error = error
             raise
         self._own(exchange)
+
+    def _connect_aside(self, exchange: Exchange, timeout_s: float) -> None:
+        """Connect to a name in a thread of its own, which is left behind where the look-up hangs: it has no timeout."""
+        outcome = Outcome(super().connect)
+        left = threading.Event()
+
+        def run() -> None:
+            outcome.run()
+            with self._guard:
+                if left.is_set() and self.sock is not None:
+                    self.sock.close()
+
+        try:
+            start_thread(f"{exchange.registry.name}-connect", run)
+        except RuntimeError:
+            run()
+        try:
+            exchange.await_connect(outcome.wait, timeout_s, self.host)
+        except BaseException:
+            with self._guard:
+                left.set()
+            raise
+        outcome.get()
 
     def _own(self, exchange: Exchange) -> None:
         with self._guard:

@@ -9,13 +9,14 @@ import threading
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from rolloutsync.clock import Deadline
 from rolloutsync.errors import Cut, Phase
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from rolloutsync.clock import Clock, Deadline
+    from rolloutsync.clock import Clock
     from rolloutsync.transport.registry import Registry
 
 _RACE_WINDOW_S = 1.0
@@ -102,6 +103,19 @@ class Exchange:
             yield
         finally:
             self._connects.release()
+
+    def await_connect(self, wait: Callable[[float], bool], seconds: float, host: str) -> None:
+        """Block until ``wait`` says that the connect has ended.
+
+        Raises:
+            CutError: Cut, or the deadline came.
+            TimeoutError: Not within ``seconds``.
+        """
+        until = Deadline.after(self.clock, seconds)
+        while not wait(until.within(_SLOT_TICK_S)):
+            self._check_uncut()
+            if until.expired:
+                raise TimeoutError(f"looking up and connecting to {host!r} took more than {seconds:g} s")
 
     def _check_uncut(self) -> None:
         if self.reason is not None or self.deadline.expired:

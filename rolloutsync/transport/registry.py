@@ -28,7 +28,7 @@ class Registry:
 
     def __init__(self, clock: Clock, name: str, idle_limit_s: float) -> None:
         self._clock = clock
-        self._name = name
+        self.name = name
         self._idle_limit_s = idle_limit_s
         # _changed's lock guards: _exchanges, _connections, _thread, _closed. Never held across I/O or a cut.
         self._changed = threading.Condition()
@@ -51,7 +51,7 @@ class Registry:
     def _try_start(self) -> threading.Thread | None:
         """The thread; None where the system gives no more, and exchanges must time out by themselves."""
         try:
-            return start_thread(self._name, self._run)
+            return start_thread(self.name, self._run)
         except RuntimeError:
             return None
 
