@@ -1,4 +1,4 @@
-"""The strict check of a `/generate` body by newer engines: the type that each field may have, and the refusal's words."""
+"""The strict check of a `/generate` body by newer engines: the type that each field may have, and how it is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(body: Mapping[str, Any]) -> None:
         ContractError: One has a wrong type or, among the sampling parameters, a wrong name.
     """
     for name, value in body.items():
-        if value is not None and name in _FIELDS:
+        if name in _FIELDS and (value is not None or name in _NOT_NULL):
             _FIELDS[name](value)
 
 
@@ -60,6 +60,38 @@ def _one_or_many(name: str, kind: type, item: Check) -> Check:
     return lambda value: (many if isinstance(value, list) else one)(value)
 
 
+def _or_null(item: Check) -> Check:
+    def check_given(value: Any) -> None:
+        if value is not None:
+            item(value)
+
+    return check_given
+
+
+def _token_ids(value: Any) -> None:
+    if not isinstance(value, list):
+        _refuse(value, "a value or an array of values for TokenIdsOrList")
+    if set(map(type, value)) == {int}:  # by far the most, and the longest
+        return
+    flat = not value or (isinstance(value[0], int | float) and not isinstance(value[0], bool))
+    (_many(_INT) if flat else _many(_many(_INT)))(value)
+
+
+def _unsigned(value: Any) -> None:
+    _of((int,), "u64")(value)
+    if value < 0:
+        raise ContractError(f"invalid value: integer `{value}`, expected u64")
+
+
+def _map_of(item: Check) -> Check:
+    def check_values(value: Any) -> None:
+        _of((dict,), "a map")(value)
+        for each in value.values():
+            item(each)
+
+    return check_values
+
+
 def _params(value: Any) -> None:
     struct = "struct SamplingParams" if isinstance(value, list) else "a value or an array of values for "
     expected = struct if isinstance(value, list) else f"{struct}SamplingParamsOrList"
@@ -73,12 +105,6 @@ def _params(value: Any) -> None:
                 _PARAMS[name](each)
 
 
-def _biases(value: Any) -> None:
-    _of((dict,), "a map")(value)
-    for each in value.values():
-        _FLOAT(each)
-
-
 _INT = _of((int,), "i64")
 _FLOAT = _of((int, float), "f64")
 _BOOL = _of((bool,), "a boolean")
@@ -86,6 +112,8 @@ _STRING = _of((str,), "a string")
 _STRINGS = _one_or_many("StringOrList", str, _STRING)
 _INTS = _one_or_many("Int64OrList", int, _INT)
 _BOOLS = _one_or_many("BoolOrList", bool, _BOOL)
+_STRINGS_OR_NULLS = _one_or_many("OptionalStringOrList", str, _or_null(_STRING))
+_INTS_OR_NULLS = _one_or_many("OptionalInt64OrList", int, _or_null(_INT))
 
 _PARAMS: dict[str, Check] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "min_new_tokens", "n", "stream_interval", "sampling_seed"), _INT),
@@ -96,16 +124,23 @@ _PARAMS: dict[str, Check] = {
     **dict.fromkeys(("stop", "stop_regex"), _STRINGS),
     "stop_token_ids": _many(_INT),
     "beam_width": _INT,
-    "logit_bias": _biases,
+    "logit_bias": _map_of(_FLOAT),
     "choice": _many(_STRING),
 }
+_NOT_NULL = {"return_prompt_token_ids", "routed_experts_start_len"}
 _FIELDS: dict[str, Check] = {
-    "rid": _STRINGS,
-    "text": _STRINGS,
+    **dict.fromkeys(("rid", "text", "extra_key", "cache_salt"), _STRINGS),
+    **dict.fromkeys(("input_ids", "token_ids_logprob"), _token_ids),
     "sampling_params": _params,
-    **dict.fromkeys(("return_logprob", "return_sampling_mask"), _BOOLS),
+    **dict.fromkeys(("return_logprob", "return_sampling_mask", "return_hidden_states"), _BOOLS),
     **dict.fromkeys(("logprob_start_len", "top_logprobs_num"), _INTS),
-    **dict.fromkeys(("routed_dp_rank", "priority", "routed_experts_start_len"), _INT),
-    **dict.fromkeys(("stream", "return_text_in_logprobs", "return_prompt_token_ids"), _BOOL),
+    **dict.fromkeys(("routed_dp_rank", "disagg_prefill_dp_rank", "priority", "routed_experts_start_len"), _INT),
+    **dict.fromkeys(("stream", "return_text_in_logprobs", "return_prompt_token_ids", "require_reasoning"), _BOOL),
     **dict.fromkeys(("session_id", "routing_key"), _STRING),
+    **dict.fromkeys(("lora_path", "custom_logit_processor"), _STRINGS_OR_NULLS),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_pair_key"), _STRINGS_OR_NULLS),
+    **dict.fromkeys(("bootstrap_port", "bootstrap_room", "decode_tp_size"), _INTS_OR_NULLS),
+    "max_thinking_tokens": _unsigned,
+    "custom_labels": _map_of(_STRING),
+    "modalities": _many(_or_null(_STRING)),
 }

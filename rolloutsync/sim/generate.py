@@ -90,7 +90,8 @@ class GenerateEndpoint:
         """Answers one call."""
         try:
             body = loads_body(await read_body(receive), scope["path"])
-            asked = jobs.parse(body, self._engine.config, self._engine.model.tokenizer)
+            engine, strict = self._engine, scope["path"] == "/generate"
+            asked = jobs.parse(body, engine.config, engine.model.tokenizer, strict=strict)
             self._engine.register(asked.jobs, stream=asked.stream)
         except ApiError as error:
             await error.response()(scope, receive, send)

@@ -61,8 +61,14 @@ class Asked:
     stream: bool
 
 
-def parse(body: Any, config: SimConfig, tokenizer: Tokenizer) -> Asked:
+def parse(body: Any, config: SimConfig, tokenizer: Tokenizer, *, strict: bool = True) -> Asked:
     """Makes generations of a decoded body.
+
+    Args:
+        body: Decoded.
+        config: The engine's.
+        tokenizer: For prompts that are text.
+        strict: Whether the contract of newer versions holds; it is that of `/generate` alone.
 
     Raises:
         ApiError: The answer that the engine gives instead.
@@ -70,7 +76,8 @@ def parse(body: Any, config: SimConfig, tokenizer: Tokenizer) -> Asked:
     if not isinstance(body, dict):
         raise validation_error("/generate", "model_attributes_type", "Input should be a valid dictionary")
     _check_types(body)
-    _check_contract(body, config)
+    if strict:
+        _check_contract(body, config)
     prompts, is_list = _prompts(body, tokenizer)
     given = body.get("sampling_params")
     if not is_list and (isinstance(given, list) or isinstance(body.get("rid"), list)):

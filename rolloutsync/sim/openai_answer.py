@@ -146,10 +146,12 @@ class Chunks:
             yield self._chunk(meta, [self._chat_choice(index, {"reasoning_content": None}, **_ending(meta))])
         if self._request.usage_at_end and self._metas:
             last = next(reversed(self._metas.values()))
-            yield self._chunk(last, []) | {"usage": usage(self._request, self._in_order())}
+            yield self._chunk(last, []) | {"usage": self._whole_usage()}
 
-    def _in_order(self) -> list[Json]:
-        return [self._metas[index] for index in sorted(self._metas)]
+    def _whole_usage(self) -> Json:
+        """The usage of all; that of completions leaves out what is null."""
+        whole = usage(self._request, [self._metas[index] for index in sorted(self._metas)])
+        return whole if self._chat else {name: value for name, value in whole.items() if value is not None}
 
     def _chat_chunks(self, index: int, meta: Json, delta: str, known: int, *, first: bool) -> Iterator[Json]:
         if first:

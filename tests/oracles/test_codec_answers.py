@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,7 +69,7 @@ def callers(engines: dict[str, SimEngine]) -> Iterator[dict[str, Caller]]:
         yield made
         for engine in engines.values():
             engine.call("POST", "/continue_generation", {})
-            until(lambda engine=engine: _cleared(engine), lambda left: left == 0, "an idle engine")
+            until(partial(_cleared, engine), lambda left: left == 0, "an idle engine")
 
 
 def _cleared(engine: SimEngine) -> int:
@@ -249,9 +251,9 @@ def test_several_weights(fields: dict[str, Any], oracles: Oracles, new: Caller) 
     """Each span of tokens with the version that produced it."""
     call = new.begin_generate(PROMPT, 2000, rid="spans", **fields)
     versions = [new.get("/model_info").json["weight_version"]]
-    for label in _labels(versions[0]):
-        before = new.engine.state()["tokens"]
-        new.await_state(lambda state, before=before: state["tokens"] > before + 10, "ten tokens more")
+    for label in (f"{versions[0]}+1", f"{versions[0]}+2"):
+        enough = int(new.engine.state()["tokens"]) + 10
+        until(lambda: new.engine.state()["tokens"], partial(operator.lt, enough), "ten tokens more")
         new.post("/pause_generation", {"mode": "in_place"})
         new.post("/update_weights_from_disk", {"model_path": "m", "weight_version": label, "flush_cache": False})
         new.post("/continue_generation", {})
@@ -261,10 +263,6 @@ def test_several_weights(fields: dict[str, Any], oracles: Oracles, new: Caller) 
     read = oracles.codec().GenerateResponse.from_json_value(reply.json)
     assert [span.version for span in read.meta_info.weight_versions] == versions
     assert read.meta_info.weight_versions[-1].end == len(reply.ids) == 2000
-
-
-def _labels(now: str) -> Sequence[str]:
-    return [f"{now}+1", f"{now}+2"]
 
 
 def test_hidden_states(oracles: Oracles, callers: dict[str, Caller]) -> None:

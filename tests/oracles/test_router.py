@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from rolloutsync import NotIdleError, RolloutClient
+from rolloutsync import NotIdleError, ProtocolError, RolloutClient, Status
 from rolloutsync.sim import SimConfig, SimFleet
 from rolloutsync.sim.tokens import expected_tokens
 from tests.client.kit import check_sample, params, prompts
@@ -37,7 +36,7 @@ def python(report: Callable[[str], None]) -> Path:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[SimFleet]:
     """Two engines of different releases."""
-    fields: dict[str, Any] = {"tokens_per_second": 1000.0, "health_poll_s": 0.05, "disconnect_poll_s": 0.2}
+    fields: dict[str, Any] = {"tokens_per_second": 1000.0, "health_poll_s": 0.05, "routed_experts": (2, 2, 8)}
     with SimFleet(configs=[SimConfig(**fields, version=version) for version in VERSIONS]) as fleet:
         yield fleet
 
@@ -152,8 +151,12 @@ def test_an_engine_dies_and_comes_back(front: Router, engines: SimFleet, make_cl
     assert calls(engines, "/generate")[0] > 0
 
 
-def test_the_router_drops_what_it_does_not_know(front: Router, make_client: MakeClient) -> None:
-    """Routed experts asked for and not there are an error of the sample, never an empty array."""
-    (sample,) = make_client(front.url).generate([[5, 6]], params(4), return_routed_experts=True, on_error="return")
-    assert sample.routed_experts is None
-    assert np.array_equal(sample.output_ids, expected_tokens([5, 6], 4)) == (sample.error is None)
+def test_the_router_drops_what_it_does_not_know(front: Router, engines: SimFleet, make_client: MakeClient) -> None:
+    """Routed experts that were asked for and did not come are an error of the sample, never an empty array."""
+    fields: dict[str, Any] = {"return_routed_experts": True, "on_error": "return"}
+    (direct,) = make_client(engines[0]).generate([[5, 6]], params(4), **fields)
+    assert direct.routed_experts is not None
+    (sample,) = make_client(front.url).generate([[5, 6]], params(4), **fields)
+    assert sample.status is Status.FAILED
+    with pytest.raises(ProtocolError, match="no routed_experts in the answer"):
+        raise sample.error or AssertionError(sample)

@@ -5,6 +5,7 @@ Single files are loaded by their path: SGLang itself is neither installed nor im
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import sys
 import zipfile
@@ -18,6 +19,10 @@ VERSION = "0.5.23"
 WHEEL_FOR = ("--python-version", "3.11", "--implementation", "cp", "--platform", "manylinux_2_34_x86_64")
 KITS = "sglang/test/kits"
 CODEC = "sglang/api/v1/api_types.py"
+PROTOCOL = "sglang/srt/entrypoints/openai/protocol.py"
+CHUNKS = "sglang/srt/entrypoints/openai/sse_utils.py"
+METRICS = "sglang/srt/observability/metrics_collector.py"
+FILES = (CODEC, PROTOCOL, CHUNKS, METRICS)
 PREFIX = "oracle_"  # of the names of loaded modules
 
 
@@ -34,6 +39,10 @@ class Oracles:
     def codec(self) -> ModuleType:
         """The engine's JSON contract: `GenerateRequest`, `GenerateResponse`, `AbortRequest` and others."""
         return _load(self.folder / CODEC)
+
+    def source(self, name: str) -> str:
+        """The text of one of `FILES`, to be read and not run: it would import the whole engine."""
+        return (self.folder / name).read_text()
 
 
 def oracle_root() -> Path:
@@ -52,7 +61,7 @@ def ensure(report: Report) -> Oracles:
     """
     root = oracle_root()
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / f"sglang-{VERSION}"
+    folder = root / f"sglang-{VERSION}-{hashlib.sha256(' '.join((KITS, *FILES)).encode()).hexdigest()[:10]}"
     with only_one(root / "lock", report):
         once(folder, lambda: _fetch(folder, report))
     return Oracles(folder)
@@ -66,11 +75,11 @@ def _fetch(folder: Path, report: Report) -> None:
     run([*pip, "--only-binary", ":all:", *WHEEL_FOR, f"sglang=={VERSION}"], log)
     (wheel,) = store.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        wanted = [name for name in archive.namelist() if name == CODEC or name.startswith(f"{KITS}/")]
+        wanted = [name for name in archive.namelist() if name in FILES or name.startswith(f"{KITS}/")]
         archive.extractall(folder, wanted)
     wheel.unlink()
-    if not (folder / CODEC).exists():
-        raise KitError(f"{wheel.name} holds no {CODEC}")
+    if missing := set(FILES) - set(wanted):
+        raise KitError(f"{wheel.name} holds no {', '.join(sorted(missing))}")
 
 
 def _load(path: Path) -> ModuleType:

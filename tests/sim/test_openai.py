@@ -143,7 +143,8 @@ def test_a_completion_can_be_streamed(api: Caller) -> None:
     logprobs = [value for each in choices for value in each["logprobs"]["token_logprobs"]]
     assert logprobs == choice["logprobs"]["token_logprobs"]
     assert [each["finish_reason"] for each in choices] == [None] * (len(choices) - 1) + ["length"]
-    assert chunks[-1]["usage"] == last["usage"] == whole["usage"]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert last["usage"] == {name: value for name, value in whole["usage"].items() if value is not None}
     assert last["choices"] == []
 
 
@@ -211,6 +212,16 @@ def test_the_ledger_and_the_faults_know_these_calls(api: Caller) -> None:
     state = api.engine.state()
     assert [row["state"] for row in rows(state, "mine")] == ["finished"]
     assert state["requests"] == {CHATS: 1, COMPLETIONS: 1}
+
+
+def test_hidden_states_are_those_of_the_last_token(api: Caller) -> None:
+    """And `/generate` gives them in full, for newer engines have no other value there."""
+    body = {"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
+    states = api.generate([5, 6], 4, return_hidden_states=True).json["meta_info"]["hidden_states"]
+    for wanted, told in ((True, states[-1]), ("last", [states[-1]])):
+        (choice,) = api.post(COMPLETIONS, body | {"return_hidden_states": wanted}).json["choices"]
+        assert choice["hidden_states"] == told
+    assert api.post("/generate", {"input_ids": [5], "return_hidden_states": "last"}).status == 400
 
 
 def test_one_model_is_there(api: Caller) -> None:
