@@ -9,7 +9,7 @@ group    threads calls
 default  64      ``generate``; the 65th waits in Ray's queue. Another number:
                  ``RolloutActor.options(max_concurrency=256)``
 control  8       verbs that wait for engines: aborts, pauses, memory, ``close``
-look     4       verbs that only look: ``stats``, ``engines``, ...
+look     4       verbs that only look: ``stats``, ``audit``, ``dump``, ...
 ======== ======= ==============================================================
 """
 
@@ -27,6 +27,7 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from rolloutsync.audit import Audit
     from rolloutsync.dialects.base import LoadReading
     from rolloutsync.idle import DrainReport
     from rolloutsync.sample import Sample
@@ -151,6 +152,16 @@ class RolloutWorker:
     def stats(self) -> Stats:
         """``RolloutClient.stats``."""
         return self.client.stats()
+
+    @_in_group("look")
+    def audit(self) -> Audit:
+        """``RolloutClient.audit``."""
+        return self.client.audit()
+
+    @_in_group("look")
+    def dump(self) -> str:
+        """``RolloutClient.dump``."""
+        return self.client.dump()
 
     # --- the end ---
 

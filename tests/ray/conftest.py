@@ -118,22 +118,35 @@ def leak_guard(request: pytest.FixtureRequest, before_the_guard: None) -> Iterat
 # --- what the engines and the processes themselves say ---
 
 
-def await_true(what: Callable[[], bool], means: str, seconds: float = 20.0) -> None:
+def await_true(what: Callable[[], bool], means: str | Callable[[], str], seconds: float = 20.0) -> None:
     """Poll an observable until it shows what the test needs."""
     deadline = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {means}"
+        in_time = time.monotonic() < deadline
+        assert in_time, f"waited {seconds:.0f} s for {means if isinstance(means, str) else means()}"
         time.sleep(0.02)
 
 
 def running(fleet: SimFleet) -> int:
     """Requests that the engines themselves say they have."""
+    return sum(counts(fleet))
+
+
+def counts(fleet: SimFleet) -> list[int]:
+    """The same for each engine."""
     loads = [engine.call("GET", "/v1/loads")["loads"] for engine in fleet.engines]
-    return sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for ranks in loads for rank in ranks)
+    return [sum(int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"]) for rank in ranks) for ranks in loads]
 
 
 def await_running(fleet: SimFleet, count: int) -> None:
-    await_true(lambda: running(fleet) == count, f"{count} requests on the engines")
+    """Poll until the engines have exactly so many requests."""
+    seen: list[int] = []
+
+    def reached() -> bool:
+        seen[:] = counts(fleet)
+        return sum(seen) == count
+
+    await_true(reached, lambda: f"{count} requests on the engines, which say {seen}")
 
 
 def await_idle(fleet: SimFleet) -> None:

@@ -113,6 +113,18 @@ def test_a_look_does_not_wait_behind_control_calls(cluster: ModuleType, actor: A
     assert all(set(answer) == set(fleet.urls) for answer in cluster.get(stuck))
 
 
+def test_audit_and_dump_while_a_generate_blocks(cluster: ModuleType, actor: Any, fleet: SimFleet) -> None:
+    """Who waits for what, asked from outside."""
+    ref = actor.generate.remote(prompts(2), ENDLESS)
+    await_running(fleet, 2)
+    audit, dump = quickly(cluster, actor.audit.remote(), actor.dump.remote())
+    assert {(sample.index, sample.member) for sample in audit.open} == {(0, 0), (1, 0)}
+    assert {sample.engine for sample in audit.open} <= set(fleet.urls)
+    assert all(str(sample.rid) in dump for sample in audit.open)
+    cluster.get(actor.abort_until_idle.remote(30))
+    cluster.get(ref)
+
+
 def test_engines_come_and_go(cluster: ModuleType, make_actor: MakeActor, fleet: SimFleet) -> None:
     actor = make_actor(urls=fleet.urls[0])
     cluster.get(actor.add_engine.remote(fleet.urls[1]))
