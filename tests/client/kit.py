@@ -149,7 +149,7 @@ class ScriptedEngine:
             return self._others[path]
         return [answer(json.dumps(self._facts(path)).encode()), *self._last]
 
-    def _facts(self, path: str) -> dict[str, Any]:
+    def _facts(self, path: str) -> Any:
         if path == "/v1/loads":
             rank = {"dp_rank": 0, "timestamp": float(next(self._stamps)), "num_running_reqs": 0, "num_waiting_reqs": 0}
             return {"loads": [rank]}

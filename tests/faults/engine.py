@@ -191,7 +191,9 @@ class LiveEngine(ScriptedEngine):
         """When abort_all came."""
         return [at for at, rid in self.aborts if rid is None]
 
-    def _facts(self, path: str) -> dict[str, Any]:
+    def _facts(self, path: str) -> Any:
+        if path == "/get_load":
+            return [{"dp_rank": 0, "num_reqs": self.running(), "num_waiting_reqs": 0, "num_tokens": 0}]
         facts = super()._facts(path)
         if path == "/v1/loads":
             facts["loads"][0]["num_running_reqs"] = self.running()

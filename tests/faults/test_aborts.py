@@ -52,7 +52,7 @@ def test_an_engine_that_cannot_abort_by_id(client_to: MakeClient, warnings: Call
     with LiveEngine(lambda request, number: [close] if number == 0 else echo(request), others=missing) as engine:
         sample = client_to(engine.url).generate([[7, 8]])[0]
         check(sample, [7, 8], attempts=2)
-        assert sum("cannot abort by id" in message and engine.rids()[0] in message for message in warnings()) == 1
+        assert sum("cannot abort by id" in message and engine.url in message for message in warnings()) == 1
 
 
 def test_a_dead_engine_does_not_spare_the_others(client_to: MakeClient) -> None:
@@ -287,3 +287,16 @@ def test_an_idle_engine_gets_no_abort(client_to: MakeClient) -> None:
         report = client_to([engine.url, other.url]).abort_until_idle()
         assert [drain.aborts for drain in report.engines] == [0, 0]
         assert engine.counts()["/v1/loads"] == 2
+
+
+@pytest.mark.parametrize("status", ["404 Not Found", "405 Method Not Allowed"])
+def test_an_older_engine_without_loads(client_to: MakeClient, status: str) -> None:
+    """No /v1/loads: /get_load is believed, after two readings of zero; what runs is aborted all the same."""
+    with LiveEngine(others={"/v1/loads": error_answer(status)}) as engine:
+        client = client_to(engine.url)
+        job = client.start(prompts(3))
+        engine.journal.await_running(3)
+        report = client.abort_until_idle()
+        assert (report.engines[0].state, report.engines[0].aborts) == (IdleState.IDLE, 1)
+        assert (engine.counts()["/v1/loads"], engine.counts()["/get_load"] >= 3) == (1, True)
+        assert {sample.status for sample in job.result()} == {Status.ABORTED}

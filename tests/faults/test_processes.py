@@ -14,6 +14,7 @@ from rolloutsync import RolloutClient
 from tests.client.kit import ScriptedEngine, body_of, error_answer, prompts, quiet
 from tests.faults.engine import LiveEngine
 from tests.faults.kit import IMPATIENT, MakeClient, echo
+from tests.faults.sinner import Sinner
 from tests.processes import begin, run
 from tests.wire import Request, Script, eventually, reset, silence
 
@@ -175,3 +176,33 @@ def test_twenty_batches_of_faults_leave_nothing() -> None:
         stats = client.stats()
         assert (stats.admitted, stats.truncated, stats.failed, stats.aborted, stats.open) == (200, 160, 20, 20, 0)
         eventually(lambda: (descriptors(), threads()) <= before, "nothing is left")
+
+
+MANY_EXPERTS = """
+import resource, sys
+from rolloutsync import RolloutClient
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+client = RolloutClient(sys.argv[1], progress=False, body_budget_bytes=96 << 20, routed_experts_shape=(48, 8),
+                       routed_experts_dtype="uint8")
+batch = [[3 + number, *range(8188)] for number in range(64)]
+client.generate(batch[:1], return_routed_experts=True)
+before = peak()
+samples = client.generate(batch, return_routed_experts=True)
+kept = sum(sample.routed_experts.nbytes for sample in samples) >> 20
+client.close()
+print({sample.routed_experts.shape for sample in samples}, kept, peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_many_large_experts_at_once() -> None:
+    """B26: 64 answers of 16 MiB (12 MiB of raw int32) at once: beside the arrays that are kept, memory grows by a few
+    times the budget of 96 MiB, not by a gigabyte of base64.
+    """
+    rows = 8191
+    with ScriptedEngine(Sinner(rows, width=48 * 8)) as engine:
+        done = run(MANY_EXPERTS, engine.url)
+        shape, kept, grown = done.stdout.rsplit(" ", 2)
+        assert (shape, int(kept)) == (f"{{({rows}, 48, 8)}}", 64 * rows * 48 * 8 >> 20), done.stdout + done.stderr
+        assert int(grown) < int(kept) + 3 * 96

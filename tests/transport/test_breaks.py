@@ -12,7 +12,7 @@ from rolloutsync.errors import Cut, Phase, TransportError
 from rolloutsync.transport import Lane
 from tests.background import in_thread
 from tests.kernel import client_states
-from tests.steps import NEVER_ENDING
+from tests.steps import NEVER_ENDING, read_slowly
 from tests.transport.kit import CLOCK, Caller
 from tests.wire import (
     Peer,
@@ -33,6 +33,7 @@ from tests.wire import (
 )
 
 MakeCaller = Callable[..., Caller]
+MIB = 1 << 20
 BODY = b"x" * 177
 AGAIN: Script = [read_request, answer(b"again")]
 
@@ -246,6 +247,14 @@ def test_a_request_that_nobody_takes_ends_at_the_deadline(call_to: MakeCaller) -
             error = caller.fails(body=b"x" * (32 << 20), lane=lane, seconds=0.5)
             assert (error.cut, CLOCK.monotonic() - began < 1.5) == (Cut.DEADLINE, True)
         stop.set()
+
+
+def test_a_slow_upload_outlives_the_connect_timeout(call_to: MakeCaller) -> None:
+    """A healthy server that takes five times connect_s for a large control request is not cut."""
+    total = 8 * MIB
+    with WireServer([read_slowly(total, 8, 0.06), silence]) as server:
+        error = call_to(server.url, connect_s=0.1).fails(body=b"x" * total, lane=Lane.CONTROL, seconds=0.9)
+        assert (error.phase, error.cut) == (Phase.SENT, Cut.DEADLINE)
 
 
 def test_an_expired_deadline_sends_nothing(call_to: MakeCaller) -> None:
