@@ -35,7 +35,7 @@ from tests.wire import (
 )
 
 MIB = 1 << 20
-WIDE = list(range(1_300_000))  # a request of about 9 MB
+WIDE = np.arange(1_300_000, dtype=np.int32)  # a request of about 9 MB
 SMALL = [play(lambda _: [answer()])]
 
 # --- B28: refused before all of it was sent ---------------------------------------------------------------------------
@@ -197,4 +197,4 @@ def post_plainly(session: requests.Session, url: str, number: int) -> int:
 def test_large_requests_are_echoed(client_to: MakeClient) -> None:
     """The other way round: a 9 MB prompt that the engine takes whole is answered like any other."""
     with ScriptedEngine(echo) as engine:
-        check(client_to(engine.url).generate([WIDE])[0], WIDE)
+        check(client_to(engine.url).generate([WIDE])[0], WIDE.tolist())

@@ -23,7 +23,7 @@ from tests.faults.engine import LiveEngine
 from tests.faults.kit import IMPATIENT, MakeClient, check_all, check_failed
 from tests.wire import Request, Script, answer, close, head_of, send
 
-LONG = "the engine's own words " * 50_000  # more than a megabyte
+LONG = "the engine's own words " * 10_000
 REASON = {"type": "abort", "message": LONG[:10_000], "status_code": 500}
 
 KINDS: dict[str, tuple[Callable[[Request], Script], type[RolloutError], tuple[str, ...], int]] = {

@@ -62,6 +62,7 @@ def test_ctrl_c(verb: str) -> None:
         assert engine.sweeps() == []
 
 
+@SLOWLY
 def test_ctrl_c_at_a_silent_engine() -> None:
     """B32: nothing is answered, not even aborts: gone as soon."""
     with ScriptedEngine(quiet, others={"/abort_request": [silence]}) as engine:
@@ -139,6 +140,7 @@ print(client.close())
 """
 
 
+@SLOWLY
 def test_twenty_threads() -> None:
     """B34: "can't start new thread" after 20: all 256 samples are made by those."""
     with LiveEngine(takes_s=0.0) as engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def rows() -> dict[str, list[str]]:
     return {number: re.findall(r"`([^`]+::[^`]+)`", tests) for number, _, tests in found}
 
 
+@functools.lru_cache
 def defined(path: Path) -> set[str]:
     """Names of the functions that a file defines."""
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
