@@ -1,0 +1,1 @@
+"""Long runs and measurements, not part of the package."""

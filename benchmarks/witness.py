@@ -1,0 +1,147 @@
+"""The witness of a soak: looks every second at the engines' own books, and at this process's sockets and memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.findings import Findings
+from rolloutsync.sim import SimEngine, SimFleet
+
+LOOK_S = 1.0
+CALL_S = 2.0
+CLOSE_WAIT_S = 5.0  # an idle socket lives two seconds; the rest is for a machine that is busy
+_RUNS = {"waiting", "prefill", "running"}
+_CLOSE_WAIT = "08"
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+Row = dict[str, Any]
+
+
+class Witness:
+    """A thread of its own. Thread-safe.
+
+    Args:
+        fleet: Its engines.
+        findings: Told of what must not be.
+        copies_s: For so long more copies of a prompt may run than were asked for: until an engine notices that one was
+            aborted, or that nobody waits for it.
+        most: Gives how many copies of a prompt may run at once: the size of its group.
+    """
+
+    def __init__(self, fleet: SimFleet, findings: Findings, copies_s: float, most: Callable[[int], int]) -> None:
+        self._engines = fleet.engines
+        self._findings = findings
+        self._copies_s = copies_s
+        self._most = most
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="witness", daemon=True)
+        self._copies_since: dict[int, float] = {}
+        self._unread_since: dict[str, float] = {}
+        # _lock guards: everything below
+        self._lock = threading.Lock()
+        self._generations: dict[int, set[int]] = {}  # request ids by prompt
+        self._memory: list[tuple[float, float]] = []
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        running: Counter[int] = Counter()
+        for engine in self._engines:
+            state = self.read(engine)
+            if state is not None and not state["frozen"] and not state["paused"]:
+                running.update(int(row["prompt_hash"], 16) for row in _known(state) if row["state"] in _RUNS)
+        self._judge_copies(running, time.monotonic())
+        self._look_at_sockets()
+        with self._lock:
+            self._memory.append((time.monotonic(), resident_mb()))
+
+    def read(self, engine: SimEngine) -> Row | None:
+        """Take an engine's own books down; None if it cannot be read now."""
+        try:
+            state: Row = engine.call("GET", "/sim/state", timeout=CALL_S)
+        except (OSError, RuntimeError, ValueError):
+            return None
+        with self._lock:
+            for row in _known(state):
+                self._generations.setdefault(int(row["prompt_hash"], 16), set()).add(int(row["rid"], 16))
+        return state
+
+    def _judge_copies(self, running: Counter[int], now: float) -> None:
+        """Who runs more often than asked for may do so for a moment only; each is told once."""
+        many = {key for key, count in running.items() if count > self._most(key)}
+        self._copies_since = {key: self._copies_since.get(key, now) for key in many}
+        for key, since in self._copies_since.items():
+            if now - since > self._copies_s:
+                words = f"prompt {key:016x}: {running[key]} copies for {now - since:.1f} s"
+                self._findings.add("second copies running too long", words)
+                self._copies_since[key] = float("inf")
+
+    def _look_at_sockets(self) -> None:
+        now = time.monotonic()
+        self._unread_since = {inode: self._unread_since.get(inode, now) for inode in unread_sockets()}
+        for inode, since in self._unread_since.items():
+            if now - since > CLOSE_WAIT_S:
+                self._findings.add("sockets in CLOSE_WAIT", f"socket {inode} for {now - since:.1f} s")
+                self._unread_since[inode] = float("inf")
+
+    def generations(self) -> dict[int, int]:
+        """How many generations the engines began for each prompt, as far as they lived to tell."""
+        with self._lock:
+            return {key: len(rids) for key, rids in self._generations.items()}
+
+    def growth_mb(self) -> tuple[float, float, float]:
+        """(peak memory of the second quarter, of the last one, the difference), in megabytes."""
+        with self._lock:
+            sizes = [size for _, size in self._memory]
+        quarter = max(1, len(sizes) // 4)
+        early, late = max(sizes[quarter : 2 * quarter] or sizes), max(sizes[-quarter:])
+        return early, late, late - early
+
+
+def _known(state: Row) -> Iterator[Row]:
+    """The generations that came to be; a request that was turned away is none."""
+    return (row for row in state["generations"] if row["prompt_hash"] and row["state"] != "refused")
+
+
+def resident_mb() -> float:
+    """This process's memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE / 1e6
+
+
+def our_sockets() -> dict[str, tuple[int, str]]:
+    """This process's TCP sockets: (remote port, state) by inode."""
+    ours = {_target(fd) for fd in Path("/proc/self/fd").iterdir()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]]
+    return {row[9]: (int(row[2].rpartition(":")[2], 16), row[3]) for row in rows if f"socket:[{row[9]}]" in ours}
+
+
+def _target(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except OSError:
+        return ""
+
+
+def unread_sockets() -> set[str]:
+    """Inodes of this process's sockets in CLOSE_WAIT."""
+    return {inode for inode, (_, state) in our_sockets().items() if state == _CLOSE_WAIT}
+
+
+def sockets_to(ports: set[int]) -> dict[str, tuple[int, str]]:
+    """This process's sockets to some ports."""
+    return {inode: found for inode, found in our_sockets().items() if found[0] in ports}
