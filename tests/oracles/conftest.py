@@ -27,7 +27,9 @@ def oracles(report: Callable[[str], None]) -> wheel.Oracles:
     try:
         return wheel.ensure(report)
     except KitError as error:
-        pytest.fail(f"no oracle: {error}", pytrace=False)
+        pytest.fail(
+            f"no oracle: a package index is needed on first use ({wheel.oracle_root()}): {error}", pytrace=False
+        )
 
 
 @pytest.fixture

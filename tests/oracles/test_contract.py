@@ -64,7 +64,7 @@ def test_every_sampling_parameter_with_every_kind_of_value(oracles: Oracles) -> 
     assert refused > 1000
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_json_at_all(data: st.DataObject, oracles: Oracles) -> None:
     """Several fields at once: the first that is wrong is the one that is told."""
