@@ -1,11 +1,12 @@
-"""RolloutClient: the public verbs."""
+"""Making samples, and what a client is made of."""
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from rolloutsync.batch import BatchRules, check_fields
-from rolloutsync.clock import Deadline
+from rolloutsync.client.between import BetweenSteps
+from rolloutsync.client.members import Members
 from rolloutsync.config import (
     GIB,
     ClientConfig,
@@ -15,14 +16,10 @@ from rolloutsync.config import (
     check_has,
     check_number,
     check_switch,
-    parse_url,
     parse_urls,
 )
-from rolloutsync.controls import control_call
 from rolloutsync.core import Core, Request
-from rolloutsync.idle import DrainReport
 from rolloutsync.jobs import Job, check_on_error
-from rolloutsync.owner import CoreOwner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,18 +28,13 @@ if TYPE_CHECKING:
 
     import requests
 
-    from rolloutsync.audit import Audit
-    from rolloutsync.dialects.base import Dialect, LoadReading
+    from rolloutsync.dialects.base import Dialect
     from rolloutsync.sample import Sample
-    from rolloutsync.slot import EngineStatus
-    from rolloutsync.stats import Stats
 
 _DIALECTS = ("auto", "sglang")
-_SCOPES = ("engine", "own")
-_LEARN_BEFORE_DRAIN_S = 2.0
 
 
-class RolloutClient(CoreOwner):
+class RolloutClient(BetweenSteps, Members):
     """Drives rollout engines from synchronous code. Thread-safe.
 
     The constructor does no network I/O and starts no thread; the first verb does. Use it as a context manager, or call
@@ -213,165 +205,6 @@ class RolloutClient(CoreOwner):
             tokenizer=self._tokenizer,
         )
 
-    # --- between steps ---
-
-    def abort_until_idle(
-        self,
-        timeout: float = 60.0,
-        *,
-        scope: str = "engine",
-        keep_closed: bool = False,
-        raise_on_timeout: bool = True,
-    ) -> DrainReport:
-        """Abort everything and prove that the engines are idle, by their own word. Blocks until then.
-
-        No new request leaves meanwhile; ``generate`` calls of other threads get their partials, samples that still
-        wait for an engine end ABORTED. Calls that overlap are one drain.
-
-        Args:
-            timeout: Seconds; then the sockets of what is left are shut, on which engines abort.
-            scope: "engine": everything that runs there, whoever sent it. "own": this client's requests alone, and no
-                proof beyond their answers.
-            keep_closed: Leave the gate closed when idle: requests wait until ``resume()``.
-            raise_on_timeout: False returns the report instead of raising.
-
-        Returns:
-            What was found, engine by engine; ``print`` shows a table.
-
-        Raises:
-            NotIdleError: Not proven idle in time; names each engine and what remained, carries the report.
-        """
-        _check_scope(scope)
-        check_number("timeout", timeout)
-        core = self._open()
-        deadline = Deadline.after(core.clock, timeout)
-        core.ready(deadline.within(_LEARN_BEFORE_DRAIN_S))
-        drain = core.drainer.drain_own if scope == "own" else core.drainer.drain
-        token = core.controls.kept_closed if keep_closed else None
-        return drain(deadline.within(timeout), keep_closed=token, raise_on_timeout=raise_on_timeout)
-
-    def pause(self, mode: str = "abort") -> None:
-        """Pause every engine, in "abort", "in_place" or "retract" mode; this client's requests wait until ``resume``.
-
-        Raises:
-            ControlError: Some engine did not answer, or refused; the gate stays closed until ``resume``.
-        """
-        self._ready().controls.pause(mode)
-
-    def resume(self) -> None:
-        """Continue every engine and let requests leave again, also after ``abort_until_idle(keep_closed=True)``.
-
-        Raises:
-            ControlError: Some engine did not answer, or refused; requests still wait.
-        """
-        self._ready().controls.resume()
-
-    def flush_cache(self) -> None:
-        """Empty every engine's prefix cache. A busy engine refuses.
-
-        Raises:
-            ControlError: Some engine did not answer, or refused.
-        """
-        self._ready().controls.everywhere("flush_cache", lambda engine: engine.dialect.flush)
-
-    def release_memory(self, tags: Iterable[str] | None = None) -> None:
-        """Make every engine give GPU memory back ("weights", "kv_cache", ...; None: all).
-
-        Raises:
-            NotIdleError: Not proven idle behind a closed gate: a busy engine dies of it.
-            ControlError: Some engine did not answer, or refused.
-        """
-        self._ready().controls.release_memory(tags)
-
-    def resume_memory(self, tags: Iterable[str] | None = None) -> None:
-        """Make every engine take GPU memory again.
-
-        Raises:
-            ControlError: Some engine did not answer, or refused.
-        """
-        self._ready().controls.resume_memory(tags)
-
-    def control(self, path: str, json: Any = None, *, method: str = "POST") -> dict[str, Any]:
-        """Call any endpoint of every engine, with the admin key where there is one. Never re-sent.
-
-        Args:
-            path: Such as "/load_lora_adapter".
-            json: The request body; None sends ``{}`` with POST.
-            method: "POST" or "GET".
-
-        Returns:
-            The answers by URL: JSON, or text where it is not JSON.
-
-        Raises:
-            ControlError: It failed at some engine; the others' answers are in it.
-        """
-        call = control_call(path, json, method)
-        return self._ready().controls.everywhere(f"{method} {path}", lambda _: call)
-
-    # --- engines and counts ---
-
-    def engines(self) -> list[EngineStatus]:
-        """What is known of each engine. Blocks only while new engines are asked what they are."""
-        return self._ready().fleet.statuses()
-
-    def loads(self) -> dict[str, LoadReading]:
-        """Read every engine's load now, by URL; what cannot be read is an UNKNOWN reading, which is never idle."""
-        core = self._ready()
-        return core.controls.loads()
-
-    def add_engine(self, url: str) -> None:
-        """Make an engine a member; the next verb asks it what it is, then it gets requests. Known ones are no error.
-
-        Raises:
-            ValueError, TypeError: The URL is malformed.
-        """
-        normal, core = parse_url(url), self._open()
-        core.check_open()
-        with self._lock:
-            if normal not in self._urls:
-                self._urls.append(normal)
-        core.add(normal)
-        core.ready()
-        core.workers.grow()
-
-    def remove_engine(self, url: str) -> None:
-        """Send nothing more there; requests in flight finish.
-
-        Raises:
-            ValueError: The URL is malformed, or not a member.
-        """
-        normal, core = parse_url(url), self._open()
-        core.check_open()
-        with self._lock:
-            if normal not in self._urls:
-                raise ValueError(f"{url!r} is not one of this client's engines: {self._urls}")
-            self._urls.remove(normal)
-        core.fleet.remove(normal)
-
-    def stats(self) -> Stats:
-        """Counts so far. Does not block; works on a closed client."""
-        return self._open().stats()
-
-    def audit(self) -> Audit:
-        """The sample ledger: admitted = delivered + open, each open sample by name, and possible orphans.
-
-        Does not block; works on a closed client. ``print`` shows it.
-        """
-        return self._open().audit()
-
-    def dump(self, file: IO[str] | None = None) -> str:
-        """Who waits for what: the gate, engines, open samples, possible orphans and the stacks of our threads.
-
-        Does not block; not for signal handlers: start a thread there. The text's ``repr`` is the text itself.
-
-        Args:
-            file: Where to write the text too; None writes nothing.
-        """
-        text = self._open().dump()
-        if file is not None:
-            file.write(f"{text}\n")
-        return text
-
     # --- the end: ``close`` is the owner's ---
 
     def __enter__(self) -> RolloutClient:
@@ -390,8 +223,3 @@ def _seconds(timeout: Any) -> float | None:
     if timeout is not None:
         check_number("timeout", timeout, open_end=True)
     return timeout  # type: ignore[no-any-return]  # checked above
-
-
-def _check_scope(scope: Any) -> None:
-    if scope not in _SCOPES:
-        raise ValueError(f"scope must be one of {_SCOPES}, got {scope!r}")
