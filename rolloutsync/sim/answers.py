@@ -71,6 +71,7 @@ class Answers:
         meta["completion_tokens"] = request.count
         if job.logprob:
             self._add_output_logprobs(meta, job, request.stream, request.count, [])
+            self._add_alternatives(meta, job, request.stream, request.count, range(0))
         return meta
 
     def _meta(self, job: Job, request: SimRequest, count: int) -> Meta:
@@ -100,6 +101,9 @@ class Answers:
         else:
             inputs = self._input_logprobs(job, stream, positions)
         self._add_output_logprobs(meta, job, stream, count, inputs)
+        self._add_alternatives(meta, job, stream, count, positions)
+
+    def _add_alternatives(self, meta: Meta, job: Job, stream: TokenStream, count: int, positions: range) -> None:
         if job.top_logprobs:
             self._add_top(meta, job, stream, count, positions)
         if job.token_ids_logprob is not None:

@@ -48,11 +48,14 @@ def need(body: dict[str, Any], path: str, *names: str) -> None:
 async def abort(engine: Engine, request: Request) -> Response:
     """Answers `/abort_request`: always 200, whatever came of it."""
     body = await json_body(request)
-    rid, everything = body.get("rid") or "", bool(body.get("abort_all", False))
+    rid, everything = body.get("rid") or "", body.get("abort_all", False)
+    if not isinstance(everything, bool | int):
+        words = "Input should be a valid boolean"
+        raise validation_error(request.url.path, "bool_parsing", words, ("body", "abort_all"))
     if not isinstance(rid, str):
         raise validation_error(request.url.path, "string_type", "Input should be a valid string", ("body", "rid"))
-    engine.ledger.saw_abort(rid, everything=everything, ignored=False)
-    engine.abort(rid, everything=everything)
+    engine.ledger.saw_abort(rid, everything=bool(everything), ignored=False)
+    engine.abort(rid, everything=bool(everything))
     return Response()
 
 
@@ -78,25 +81,35 @@ async def resume(engine: Engine, request: Request) -> Response:
 async def flush(engine: Engine, request: Request) -> Response:
     """Answers `/flush_cache`, with `timeout=` waiting for an idle moment."""
     await engine.thawed()
-    deadline = engine.now() + _flush_timeout(engine, request)
-    while not (done := engine.scheduler.flush()) and engine.now() < deadline:
+    timeout = _flush_timeout(engine, request)
+    deadline = engine.now() + timeout
+    while not (done := _flushed(engine, patient=timeout > 0)) and engine.now() < deadline:
         await asyncio.sleep(FLUSH_POLL_S)
     engine.tick()
     if done:
         return Response(FLUSHED)
     if engine.config.release < FLUSH_TEXT_SINCE:
         return Response(FLUSHED, 400)
-    waited = "timeout" in request.query_params and float(request.query_params["timeout"]) > 0
-    return Response("Timed out waiting for idle state.\n" if waited else NOT_FLUSHED, 400)
+    return Response("Timed out waiting for idle state." if timeout > 0 else NOT_FLUSHED, 400)
+
+
+def _flushed(engine: Engine, *, patient: bool) -> bool:
+    """Flushes if that can be done now; one that waits for an idle engine is not content with a retracted one."""
+    engine.scheduler.advance()
+    return (engine.scheduler.idle or not patient) and engine.scheduler.flush()
 
 
 def _flush_timeout(engine: Engine, request: Request) -> float:
     text = request.query_params.get("timeout", "0") if engine.config.release >= FLUSH_TEXT_SINCE else "0"
     try:
-        return float(text)
+        timeout = float(text)
     except ValueError as error:
         words = "Input should be a valid number"
         raise validation_error(request.url.path, "float_parsing", words, ("query", "timeout")) from error
+    if timeout < 0:
+        words = "Input should be greater than or equal to 0"
+        raise validation_error(request.url.path, "greater_than_equal", words, ("query", "timeout"))
+    return timeout
 
 
 async def release_memory(engine: Engine, request: Request) -> Response:

@@ -13,8 +13,14 @@ from rolloutsync.sim.engine import Engine
 from rolloutsync.sim.replies import json_response, object_error
 
 MODERN_SINCE = (0, 5, 13)
+ROOT_SINCE = (0, 5, 23)  # older ones were not asked
 RENAMED_SINCE = (0, 5, 6)
 RESERVED_TOKENS = 6
+
+
+async def root(_: Engine, __: Request) -> Response:
+    """Answers `/`."""
+    return json_response("SGLang is running")
 
 
 async def model_info(engine: Engine, _: Request) -> Response:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from rolloutsync.sim.engine import Engine
 from rolloutsync.sim.loads import Load
-from rolloutsync.sim.replies import ApiError, internal_error, json_response, object_error
+from rolloutsync.sim.replies import ApiError, internal_error, json_response, object_error, validation_error
 from rolloutsync.sim.scheduler import SNAPSHOTS_SINCE
 
 SECTIONS = ("all", "core", "disagg", "lora", "memory", "queues", "spec")
@@ -26,8 +26,8 @@ async def v1_loads(engine: Engine, request: Request) -> Response:
     if not snapshots:
         await engine.thawed()
     rows = [_row(engine, rank, load, sections) for rank, load in enumerate(_loads(engine))]
-    rank = request.query_params.get("dp_rank")
-    rows = rows if rank is None else [row for index, row in enumerate(rows) if index == int(rank)]
+    wanted = _wanted_rank(request)
+    rows = rows if wanted is None else [row for index, row in enumerate(rows) if index == wanted]
     if request.query_params.get("format") == "prometheus":
         return Response(_prometheus(rows), media_type="text/plain; version=0.0.4")
     head = {"timestamp": datetime.now(timezone.utc).isoformat(), "version": engine.config.version}
@@ -55,6 +55,15 @@ async def get_load(engine: Engine, _: Request) -> Response:
             for rank, load in enumerate(engine.scheduler.live_loads())
         ]
     )
+
+
+def _wanted_rank(request: Request) -> int | None:
+    rank = request.query_params.get("dp_rank")
+    try:
+        return None if rank is None else int(rank)
+    except ValueError as error:
+        words = "Input should be a valid integer, unable to parse string as an integer"
+        raise validation_error(request.url.path, "int_parsing", words, ("query", "dp_rank")) from error
 
 
 def _loads(engine: Engine) -> list[Load]:

@@ -107,7 +107,7 @@ class Rank:
         if not self.paused:
             self.paused, self._paused_at = True, now
         if retract:
-            self._retract([*self.prefill.drop(), *self.running.values()], self._paused_at)
+            self._retract([*self.running.values(), *self.prefill.drop()], self._paused_at)
 
     def resume(self, now: float) -> None:
         """Goes on where `pause` stopped."""
@@ -311,18 +311,18 @@ class Rank:
         request.on_done()
 
     def _retract(self, requests: Iterable[SimRequest], at: float) -> None:
-        for request in sorted(requests, key=lambda request: -request.serial):
+        """Sends requests back to the end of the queue; those that an abort has marked end with the step under way."""
+        for request in requests:
             request.settle(at, self.step_s)
+            if request.cut_at is not None:
+                self._leave(request, at, ABORTED)
+                continue
             request.retractions += request.phase is Phase.RUNNING
             self.running.pop(request.serial, None)
             self._reserved -= len(request.prompt) + request.stream.limit
             request.stream.cut(request.count)
-            request.phase = Phase.WAITING
-            if request.cut_at is None:
-                request.queued_at = at
-                self.waiting.appendleft(request)
-            else:
-                self._end(request, at, ABORTED)
+            request.phase, request.queued_at = Phase.WAITING, at
+            self.waiting.append(request)
 
     def _full_at(self) -> float | None:
         """When the KV cache will be full, if it will."""

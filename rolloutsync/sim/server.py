@@ -85,6 +85,7 @@ def make_app(engine: Engine) -> ASGIApp:
 
 
 def _add_infos(table: Table) -> None:
+    table.add("/", infos.root, GET, since=infos.ROOT_SINCE)
     table.add("/model_info", infos.model_info, GET, since=(0, 5, 6))
     table.add("/get_model_info", infos.model_info, GET)
     table.add("/server_info", infos.server_info, GET, since=(0, 5, 6))

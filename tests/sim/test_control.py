@@ -55,7 +55,7 @@ def test_flushing_can_wait_for_an_idle_moment(main: Caller) -> None:
     """`timeout=` gives a busy engine that long."""
     main.begin_generate(PROMPT, 100, rid="short")
     main.await_row("short", "running")
-    assert main.post("/flush_cache?timeout=0.01").text == "Timed out waiting for idle state.\n"
+    assert main.post("/flush_cache?timeout=0.01").text == "Timed out waiting for idle state."
     assert main.post("/flush_cache?timeout=10").status == 200
 
 
