@@ -192,6 +192,12 @@ def sim_moe() -> Iterator[Sequence[str]]:
         yield fleet
 
 
+@pytest.fixture
+def own_kit(request: pytest.FixtureRequest) -> Kit:
+    """What it takes to start real engines of a test's own."""
+    return _kit(request.config, "real")[0]
+
+
 def _kit(config: pytest.Config, kind: str) -> tuple[Kit, Device]:
     bench = config.stash.get(BENCH, Bench())
     if kind not in bench.kits:

@@ -93,8 +93,9 @@ class RealEngine:
         return self._running().pid
 
     def start(self) -> None:
-        """Starts the process and returns at once."""
+        """Starts the process and returns at once; after `kill`, on the port that it had."""
         port, rendezvous = free_ports(2)
+        port = int(self.url.rpartition(":")[2]) if self.url else port
         self.url = f"http://127.0.0.1:{port}"
         self._started = time.monotonic()
         self._scratch = tempfile.mkdtemp(prefix="rs-")  # short: SGLang's sockets go there, and their paths are limited
@@ -154,6 +155,13 @@ class RealEngine:
         """Sends SIGTERM and returns at once; SGLang takes seconds to follow."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills the server and its children at once, as a crash would."""
+        process, self._process = self._running(), None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self._sweep()
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Ends the server and its children: asks, waits up to `grace_s`, then kills the group. Idempotent."""
