@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -43,12 +44,12 @@ def test_the_readme_snippet_runs_as_written(cluster: ModuleType, fleet: SimFleet
         assert url in code
         code = code.replace(url, ours)
     with Driver(code, tmp_path) as driver:
-        assert driver.wait() == 0, driver.output()
+        assert driver.wait(60.0) == 0, driver.output()
         output = driver.output()
         driver.await_no_process()
-    assert "open=16" in output
+    assert "Stats(" in output
     assert "2 engines, idle after" in output
-    assert output.count("ABORTED ") == 3
+    assert re.search(r"(^(ABORTED|TRUNCATED) \d+\n){3}\Z", output, re.MULTILINE), output
     await_idle(fleet)
 
 
