@@ -46,7 +46,7 @@ class Witness:
         # _lock guards: everything below
         self._lock = threading.Lock()
         self._generations: dict[int, set[int]] = {}  # request ids by prompt
-        self._memory: list[tuple[float, float]] = []
+        self._memory: list[float] = []  # megabytes, look by look
 
     def start(self) -> None:
         self._thread.start()
@@ -68,7 +68,7 @@ class Witness:
         self._judge_copies(running, time.monotonic())
         self._look_at_sockets()
         with self._lock:
-            self._memory.append((time.monotonic(), resident_mb()))
+            self._memory.append(resident_mb())
 
     def read(self, engine: SimEngine) -> Row | None:
         """Take an engine's own books down; None if it cannot be read now."""
@@ -107,7 +107,7 @@ class Witness:
     def growth_mb(self) -> tuple[float, float, float]:
         """(peak memory of the second quarter, of the last one, the difference), in megabytes."""
         with self._lock:
-            sizes = [size for _, size in self._memory]
+            sizes = [*self._memory, resident_mb()]
         quarter = max(1, len(sizes) // 4)
         early, late = max(sizes[quarter : 2 * quarter] or sizes), max(sizes[-quarter:])
         return early, late, late - early
