@@ -24,11 +24,12 @@ def run(code: str, *arguments: str, timeout: float = 60.0) -> subprocess.Complet
 
 
 def begin(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Starts it."""
+    """Starts it; it may wait for a line from ``stdin``."""
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -48,6 +48,7 @@ class Peer:
     sock: socket.socket
     number: int
     received: bytes = b""
+    taken: bytes = b""  # by the last step that took some
     requests: list[Request] = field(default_factory=list)
 
     def encrypted(self) -> socket.socket:
@@ -85,8 +86,8 @@ class Peer:
         while len(self.received) < size:
             if not self.more():
                 raise Left
-        data, self.received = self.received[:size], self.received[size:]
-        return data
+        self.taken, self.received = self.received[:size], self.received[size:]
+        return self.taken
 
     def take_head(self) -> bytes:
         while b"\r\n\r\n" not in self.received:

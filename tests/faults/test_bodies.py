@@ -49,6 +49,13 @@ CUT_SHORT: dict[str, Broken] = {
     "no last chunk": lambda request: [answer_chunked(echo_body(request), last=False), close],
     "half a chunk": lambda request: [answer_chunked(b"{", last=False), send(b"ff\r\n{"), close],
     "no chunk at all": lambda request: [send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nnone\r\n"), close],
+    "a head without end": lambda request: [send(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000 + b"\r\n\r\n{}"), close],
+    "too many headers": lambda request: [send(b"HTTP/1.1 200 OK\r\n" + b"X: x\r\n" * 300 + b"\r\n{}"), close],
+    "two lengths": lambda request: [
+        send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 9\r\n\r\n{}"),
+        close,
+    ],
+    "another protocol": lambda request: [send(b"SSH-2.0-OpenSSH_9.6\r\n"), close],
     "bad gzip": lambda request: [send(head_of(b"01234", "200 OK", "Content-Encoding: gzip") + b"01234"), close],
 }
 
@@ -56,7 +63,10 @@ CUT_SHORT: dict[str, Broken] = {
 NO_ANSWER: dict[str, Broken] = {
     "cut where nobody counts": lambda request: [answer_until_close(echo_body(request)[:60]), close],
     "cut gzip": lambda request: [answer_packed(echo_body(request), cut=40)],
+    "a length too short": lambda request: [answer(echo_body(request), length=60)],
     "empty": lambda request: [answer(b"")],
+    "no content": lambda request: [answer(b"", "204 No Content")],
+    "without a bottom": lambda request: [answer(b"[" * 200_000)],
     "a page": lambda request: [answer(b"<html>Bad Gateway</html>")],
     "null": lambda request: [answer(b"null")],
     "a string": lambda request: [answer(b'"ok"')],
@@ -165,6 +175,7 @@ HARMLESS: dict[str, Callable[[Request], bytes]] = {
     "a lone surrogate": lambda request: echo_body(request).replace(b'"xxx"', b'"a\\ud83d"'),
     "half a character": lambda request: echo_body(request).replace(b'"xxx"', '"\ufffd"'.encode()),
     "NaN elsewhere": lambda request: echo_body(request).replace(b'"prompt_tokens"', b'"latency": NaN, "prompt_tokens"'),
+    "a byte order mark": lambda request: b"\xef\xbb\xbf" + echo_body(request),
     "a list of one": lambda request: b"[" + echo_body(request) + b"]",
     "no id": lambda request: changed(request, id=None),
     "unknown fields": lambda request: changed(request, something={"new": [1, 2]}),
@@ -182,6 +193,25 @@ def test_what_is_harmless_is_decoded(client_to: MakeClient, name: str) -> None:
         again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
         assert (again.text, again.output_ids.tolist()) == (sample.text, [1005, 2, 2006])
         logging.getLogger("tests").info("%s", sample)
+
+
+FRAMINGS: dict[str, Callable[[bytes], Script]] = {
+    "http 1.0": lambda body: [send(b"HTTP/1.0 200 OK\r\n\r\n" + body), close],
+    "until close": lambda body: [answer_until_close(body), close],
+    "chunked": lambda body: [answer_chunked(body[:7], body[7:])],
+    "packed": lambda body: [answer_packed(body)],
+    "created": lambda body: [answer(body, "201 Created")],
+    "a strange length": lambda body: [send(b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n" + body), close],
+}
+
+
+@pytest.mark.parametrize("name", FRAMINGS)
+def test_every_framing_of_a_whole_answer(client_to: MakeClient, name: str) -> None:
+    """B06: however it is wrapped, twice in a row."""
+    with ScriptedEngine(lambda request, _: FRAMINGS[name](echo_body(request))) as engine:
+        client = client_to(engine.url)
+        check(client.generate([[5, 6]])[0], [5, 6])
+        check(client.generate([[7, 8]])[0], [7, 8])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])

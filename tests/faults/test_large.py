@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ from requests.adapters import HTTPAdapter
 from rolloutsync import EngineHTTPError, ProtocolError, Status, TransportError
 from tests.client.kit import ScriptedEngine, body_of, prompts
 from tests.faults.engine import LiveEngine
-from tests.faults.kit import IMPATIENT, MakeClient, check, check_all, check_failed, echo, within
+from tests.faults.kit import IMPATIENT, MakeClient, check, check_all, check_failed, echo, echo_body, within
 from tests.faults.sinner import Sinner, raw_base64, with_experts
 from tests.kernel import client_states
 from tests.transport.kit import all_at_once
 from tests.wire import (
+    Peer,
     Request,
     Script,
     WireServer,
@@ -59,6 +61,25 @@ def test_an_early_refusal_is_final(client_to: MakeClient, name: str) -> None:
         client.engines()
         samples = client.generate([WIDE], on_error="return")
         check_failed(samples[0], EngineHTTPError, words, attempts=1)
+        check(client.generate([[5, 6]])[0], [5, 6])
+        assert [request.connection for request in server.requests if request.path == "/generate"] == [2]
+
+
+def test_an_early_answer_is_an_answer(client_to: MakeClient) -> None:
+    """B28: a whole answer, with our id, while we still send: taken, and its socket serves nobody else."""
+
+    def answer_early(peer: Peer) -> None:
+        read_bytes(4096)(peer)
+        rid = re.search(rb'"rid":"([0-9a-f]{32})"', peer.taken)
+        assert rid is not None
+        request = Request("POST", "/generate", {}, b'{"rid": "%s", "input_ids": [0, 1]}' % rid[1], 0)
+        peer.send_answer(echo_body(request))
+
+    with WireServer(SMALL, [answer_early, silence], [play(echo)]) as server:
+        client = client_to(server.url)
+        client.engines()
+        sample = client.generate([WIDE])[0]
+        assert (sample.status, sample.attempts, sample.output_ids.tolist()) == (Status.TRUNCATED, 1, [1000, 2, 2001])
         check(client.generate([[5, 6]])[0], [5, 6])
         assert [request.connection for request in server.requests if request.path == "/generate"] == [2]
 

@@ -307,7 +307,7 @@ def test_a_long_wait_ends_when_it_is_called_off(client_to: MakeClient, how: str)
 
 
 def test_a_second_wave_is_spread(client_to: MakeClient) -> None:
-    """B04: everybody gets 503 first; no 50 ms of the second wave holds more than a fifth of it."""
+    """B04: everybody gets 503 first; no 50 ms of the second wave hold more than a quarter of it."""
     arrivals: list[float] = []
 
     def story(request: Request, number: int) -> Script:
@@ -319,7 +319,7 @@ def test_a_second_wave_is_spread(client_to: MakeClient) -> None:
     with ScriptedEngine(story) as engine:
         check_all(client_to(engine.url).generate(prompts(100)), prompts(100), attempts=2)
     arrivals.sort()
-    assert max(sum(start <= at < start + 0.05 for at in arrivals) for start in arrivals) <= 20
+    assert max(sum(start <= at < start + 0.05 for at in arrivals) for start in arrivals) <= 25
 
 
 @pytest.mark.slow
