@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import TypeVar
@@ -38,6 +38,7 @@ CLOSE_S = 10.0
 SETTLE_S = 5.0
 CONTROL_S = 2.0
 LAST_PROMPTS = 64
+LAST_TOKENS = 32
 THINK_S = 2.0
 STEP_S = 6.0
 
@@ -158,7 +159,10 @@ class Soak:
         time.sleep(60 * self.options.minutes)
         self._over.set()
         self._chaos.stop()
-        self._join([*others, *callers])
+        self._join(others)
+        self._await_engines()
+        self._await_idle()  # gives the calls that still run their answers
+        self._join(callers)
         self._end()
 
     def _stage(self, client: RolloutClient) -> Stage:
@@ -199,7 +203,6 @@ class Soak:
     # --- the end ---
 
     def _end(self) -> None:
-        self._await_engines()
         self._await_idle()
         self._last_batch()
         self._check_audits()
@@ -232,7 +235,7 @@ class Soak:
         """On healed engines each sample is whole."""
         chance = Random(self.options.seed)
         for client in self._clients:
-            asks = [self._books.ask(chance) for _ in range(LAST_PROMPTS)]
+            asks = [replace(self._books.ask(chance), tokens=LAST_TOKENS) for _ in range(LAST_PROMPTS)]
             self._books.wants(asks)
             samples = client.generate([ask.item for ask in asks], on_error="return")
             self._books.receive(asks, samples)
