@@ -91,7 +91,7 @@ def test_a_pause_that_some_engine_refuses(client_to: MakeClient) -> None:
 
 def test_the_deadline_of_a_paused_sample_is_told_once(client_to: MakeClient) -> None:
     """B29 c for many: each fails by itself, with the engine's word, in time."""
-    with ScriptedEngine(lambda *_: error_answer("503 Paused", PAUSED["words"])) as engine, within(1.5):
-        samples = client_to(engine.url).generate(prompts(32), timeout=0.4, on_error="return")
+    with ScriptedEngine(lambda *_: error_answer("503 Paused", PAUSED["words"])) as engine, within(1.6):
+        samples = client_to(engine.url).generate(prompts(8), timeout=0.6, on_error="return")
         for sample in samples:
             check_failed(sample, DeadlineExceededError, "paused for a weight update", attempts=0)

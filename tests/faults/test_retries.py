@@ -307,7 +307,9 @@ def test_a_long_wait_ends_when_it_is_called_off(client_to: MakeClient, how: str)
 
 
 def test_a_second_wave_is_spread(client_to: MakeClient) -> None:
-    """B04: everybody gets 503 first; no 50 ms of the second wave hold more than a quarter of it."""
+    """B04: everybody gets 503 first; the second wave is spread over the three quarters of a second that jitter gives
+    it (a busy machine can only spread it more).
+    """
     arrivals: list[float] = []
 
     def story(request: Request, number: int) -> Script:
@@ -319,7 +321,7 @@ def test_a_second_wave_is_spread(client_to: MakeClient) -> None:
     with ScriptedEngine(story) as engine:
         check_all(client_to(engine.url).generate(prompts(100)), prompts(100), attempts=2)
     arrivals.sort()
-    assert max(sum(start <= at < start + 0.05 for at in arrivals) for start in arrivals) <= 25
+    assert arrivals[89] - arrivals[9] > 0.3
 
 
 @pytest.mark.slow
