@@ -6,13 +6,16 @@ import http.client
 import ipaddress
 import os
 import select
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
 from rolloutsync.threads import Outcome, start_thread
+from rolloutsync.transport.exchange import CutError
 
 if TYPE_CHECKING:
     import io
@@ -123,44 +126,69 @@ class _Tracked(HTTPConnection):
         if exchange is None:
             super().connect()
             return
+        with self._guard:
+            self._owner, self._tainted = exchange, False  # before there is a socket: the reaper keeps off
         try:
             with exchange.connect_slot():
                 self.timeout = exchange.connect_timeout()  # anew: waiting for the slot took time
-                if _is_address(self.host):
-                    super().connect()
-                else:
-                    self._connect_aside(exchange, self.timeout)
+                super().connect()
         except BaseException as error:
             exchange.connect_error = error
+            with self._guard:
+                self._owner = None
             raise
         self._own(exchange)
 
-    def _connect_aside(self, exchange: Exchange, timeout_s: float) -> None:
-        """Connect to a name in a thread of its own, which is left behind where the look-up hangs: it has no timeout."""
-        outcome = Outcome(super().connect)
-        left = threading.Event()
-
-        def run() -> None:
-            outcome.run()
-            with self._guard:
-                if left.is_set() and self.sock is not None:
-                    self.sock.close()
-
+    def _new_conn(self) -> socket.socket:
+        """As urllib3's, but the look-up of a name has a limit, and a cut ends the connect."""
+        exchange = current_exchange()
+        if exchange is None:
+            return super()._new_conn()
         try:
-            start_thread(f"{exchange.registry.name}-connect", run)
-        except RuntimeError:
-            run()
-        try:
-            exchange.await_connect(outcome.wait, timeout_s, self.host)
-        except BaseException:
-            with self._guard:
-                left.set()
+            addresses = self._look_up(exchange)
+            return self._connect_to_any(exchange, addresses)
+        except socket.gaierror as error:
+            raise NameResolutionError(self.host, self, error) from error
+        except CutError:
             raise
-        outcome.get()
+        except TimeoutError as error:
+            raise ConnectTimeoutError(self, f"connecting to {self.host} timed out: {error}") from error
+        except OSError as error:
+            raise NewConnectionError(self, f"Failed to establish a new connection: {error}") from error
+
+    def _look_up(self, exchange: Exchange) -> list[Any]:
+        """The addresses of the host: of a name in a thread of its own, which is left behind where the look-up hangs."""
+        outcome = Outcome(lambda: socket.getaddrinfo(self.host, self.port, 0, socket.SOCK_STREAM))
+        if _is_address(self.host):
+            outcome.run()
+            return outcome.get()
+        try:
+            start_thread(f"{exchange.registry.name}-lookup", outcome.run)
+        except RuntimeError:
+            outcome.run()
+        exchange.await_lookup(outcome.wait, self.host)
+        return outcome.get()
+
+    def _connect_to_any(self, exchange: Exchange, addresses: list[Any]) -> socket.socket:
+        failure: OSError | None = None
+        for family, kind, protocol, _, address in addresses:
+            sock = socket.socket(family, kind, protocol)
+            try:
+                for option in self.socket_options or ():
+                    sock.setsockopt(*option)
+                sock.settimeout(exchange.connect_timeout())
+                exchange.connect(sock, address)
+            except BaseException as error:
+                sock.close()
+                if isinstance(error, CutError) or not isinstance(error, OSError):
+                    raise
+                failure = error
+            else:
+                return sock
+        raise failure or OSError(f"the name {self.host!r} has no address")
 
     def _own(self, exchange: Exchange) -> None:
         with self._guard:
-            self._owner, self._tainted = exchange, False
             self._pin = self.sock.makefile("rb", buffering=0)
         self.sock.settimeout(exchange.socket_timeout())
         exchange.took(self, reused=False)

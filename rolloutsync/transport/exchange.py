@@ -104,22 +104,34 @@ class Exchange:
         finally:
             self._connects.release()
 
-    def await_connect(self, wait: Callable[[float], bool], seconds: float, host: str) -> None:
-        """Block until ``wait`` says that the connect has ended.
+    def await_lookup(self, wait: Callable[[float], bool], host: str) -> None:
+        """Block until ``wait`` says that the look-up of a name has ended.
 
         Raises:
             CutError: Cut, or the deadline came.
-            TimeoutError: Not within ``seconds``.
+            TimeoutError: Not within the connect timeout.
         """
-        until = Deadline.after(self.clock, seconds)
+        until = Deadline.after(self.clock, self.connect_timeout())
         while not wait(until.within(_SLOT_TICK_S)):
             self._check_uncut()
             if until.expired:
-                raise TimeoutError(f"looking up and connecting to {host!r} took more than {seconds:g} s")
+                raise TimeoutError(f"the look-up of {host!r} has not ended")
+
+    def connect(self, sock: socket.socket, address: Any) -> None:
+        """Connect a socket that a cut can shut meanwhile, which ends the connect."""
+        with self._guard:
+            self._check_uncut()
+            self._socket = sock
+        try:
+            sock.connect(address)
+            self._check_uncut()
+        finally:
+            with self._guard:
+                self._socket = None  # it may be closed from now on; took() tells which one is in use
 
     def _check_uncut(self) -> None:
         if self.reason is not None or self.deadline.expired:
-            raise CutError(errno.ECANCELED, "cut while waiting to connect")
+            raise CutError(errno.ECANCELED, "cut before it was connected")
 
     def connect_timeout(self) -> float:
         """Seconds for a connect that begins now."""

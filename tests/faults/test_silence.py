@@ -214,7 +214,6 @@ def test_a_busy_engine_is_not_a_silent_one(client_to: MakeClient) -> None:
         job.abort()
 
 
-@pytest.mark.xfail(strict=True, reason="D2: a connect that hangs is woken by nothing")
 @pytest.mark.parametrize("how", ["close", "abort", "drain"])
 def test_a_connect_that_hangs_is_called_off(client_to: MakeClient, how: str) -> None:
     """The host vanishes, so new connects hang; close(), an abort and a drain each wake those who wait for them.

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import urllib3
 
 from rolloutsync.errors import Cut
 from rolloutsync.transport import Lane
@@ -202,6 +203,12 @@ def test_the_private_name_that_skips_interim_answers_still_exists() -> None:
     response = http.client.HTTPResponse(sent)  # type: ignore[arg-type]
     assert http.client.HTTPResponse._read_status(response)[:2] == ("HTTP/1.1", 103)  # type: ignore[attr-defined]
     assert "_read_status" in http.client.HTTPResponse.begin.__code__.co_names
+
+
+def test_where_urllib3_connects() -> None:
+    """Pinned: its connections get their socket from ``_new_conn``, which is where ours become known to a cut."""
+    for kind in (urllib3.connection.HTTPConnection, urllib3.connection.HTTPSConnection):
+        assert "_new_conn" in kind.connect.__code__.co_names
 
 
 class _FakeSocket:
