@@ -61,7 +61,8 @@ class Books:
         # _lock guards: everything below
         self._lock = threading.Lock()
         self._statuses: Counter[str] = Counter()
-        self._reasons: Counter[str] = Counter()
+        self._failures: list[str] = []
+        self._unsent = 0
         self._rids: set[int] = set()
         self._attempts: dict[int, int] = {}  # by prompt, over the members of its group
         self._sizes: dict[int, int] = {}  # of groups of more than one, by prompt
@@ -117,8 +118,9 @@ class Books:
             self._statuses[sample.status.value] += 1
             self._attempts[ask.key] = self._attempts.get(ask.key, 0) + sample.attempts
             self._tokens += len(sample.output_ids)
+            self._unsent += not sample.rid
             if sample.error is not None:
-                self._reasons[type(sample.error).__name__] += 1
+                self._failures.append(f"{type(sample.error).__name__}: {sample.error}")
         if known:
             self._findings.add("duplicate request ids", f"{sample.rid!r}, {sample.status}, engine {sample.engine}")
 
@@ -149,15 +151,15 @@ class Books:
         with self._lock:
             return {status.value: self._statuses[status.value] for status in Status}
 
-    def reasons(self) -> dict[str, int]:
-        """Of failed samples: class names of their errors."""
+    def failures(self) -> list[str]:
+        """Why samples failed: kinds and words of their errors."""
         with self._lock:
-            return dict(self._reasons)
+            return list(self._failures)
 
-    def totals(self) -> tuple[int, int]:
-        """(samples asked for, tokens delivered)."""
+    def totals(self) -> tuple[int, int, int]:
+        """(samples asked for, of these never sent since a drain came first, tokens delivered)."""
         with self._lock:
-            return self._wanted, self._tokens
+            return self._wanted, self._unsent, self._tokens
 
 
 def _is_said(ask: Ask, sample: Sample) -> bool:

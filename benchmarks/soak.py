@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +41,8 @@ CONTROL_S = 2.0
 LAST_PROMPTS = 64
 LAST_TOKENS = 32
 THINK_S = 2.0
-STEP_S = 6.0
+STEP_S = 8.0
+SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,12 +292,14 @@ class Soak:
 
     def report(self) -> str:
         """What happened, how long calls took, and what must be zero."""
-        wanted, tokens = self._books.totals()
+        wanted, unsent, tokens = self._books.totals()
+        failures = self._books.failures()
         happened = [
             ("samples asked for", wanted),
+            ("of these never sent, a drain came first", unsent),
             ("tokens delivered", tokens),
             *self._books.statuses().items(),
-            *((f"FAILED with {name}", count) for name, count in self._books.reasons().items()),
+            *((f"FAILED: {name}", count) for name, count in _kinds(failures).items()),
             *((f"engines: {kind}", count) for kind, count in self._chaos.done().items()),
             *self.facts,
         ]
@@ -303,12 +307,17 @@ class Soak:
         parts = [
             table(("what happened", "count"), happened),
             table(("call", "calls", "slowest, s"), calls),
+            "\n".join(["failed, the first few:", *failures[:SHOWN]]),
             "\n".join(self.audits),
             table(("must be zero", "count"), list(self.findings.counts().items())),
             *self.findings.lines(),
             "FAILED" if self.findings else "passed",
         ]
         return "\n\n".join(parts)
+
+
+def _kinds(failures: Sequence[str]) -> dict[str, int]:
+    return dict(sorted(Counter(words.partition(":")[0] for words in failures).items()))
 
 
 def _settled(find: Callable[[], list[T]]) -> list[T]:
