@@ -11,7 +11,7 @@ from rolloutsync.errors import clip
 from rolloutsync.payload import parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rolloutsync.sample import Prompt, Segment
 
@@ -53,10 +53,12 @@ class Facts:
     Attributes:
         running_limit: Requests that it runs at once, over all its ranks.
         model_path: As the engine names it; may be readable here.
+        tp_size: Tensor-parallel ranks; each is one rank of a weight group.
     """
 
     version: str | None = None
     dp_size: int | None = None
+    tp_size: int | None = None
     running_limit: int | None = None
     model_path: str | None = None
     weight_version: str | None = None
@@ -103,11 +105,74 @@ def unknown_load(why: str) -> LoadReading:
     return LoadReading(kind=LoadKind.UNKNOWN, why=why)
 
 
+class WeightDialect(Protocol):
+    """The calls of a weight update. None of them flushes a cache or aborts a request unasked.
+
+    Attributes:
+        modes: How engines can be made quiet.
+        begin: Opens a session, which some versions want around ``from_tensor`` and ``from_distributed``.
+        end: Closes it.
+        checksum: Asks for a sum over the weights.
+    """
+
+    modes: tuple[str, ...]
+    begin: Call
+    end: Call
+    checksum: Call
+
+    def pause_mode(self, mode: str) -> str:
+        """The engine's own word for the pause of one of ``modes``; ValueError names them."""
+
+    def from_disk(self, path: str, fields: Mapping[str, Any]) -> Call:
+        """Load a checkpoint; ``fields`` are sent through."""
+
+    def from_tensor(self, tensors: Sequence[str | bytes], fields: Mapping[str, Any]) -> Call:
+        """Take serialized tensors, one text (base64) or bytes for each tensor-parallel rank."""
+
+    def from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        fields: Mapping[str, Any],
+    ) -> Call:
+        """Receive a broadcast."""
+
+    def set_version(self, version: str) -> Call:
+        """Give the weights a label."""
+
+    def init_group(self, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str) -> Call:
+        """Join a process group; answered once all its ranks have."""
+
+    def destroy_group(self, name: str) -> Call:
+        """Leave it."""
+
+    def refusal(self, answer: Any) -> str | None:
+        """Why a call that was answered with 2xx did not work, or None."""
+
+    def applied(self, status: int, words: str) -> bool:
+        """Whether an error answer means that the weights are there all the same."""
+
+    def already_open(self, words: str) -> bool:
+        """Whether ``begin`` was refused for a session that is open."""
+
+    def no_such_group(self, words: str) -> bool:
+        """Whether ``destroy_group`` was refused because there is none."""
+
+    def read_checksum(self, answer: Any) -> str | None:
+        """The sum in the answer to ``checksum``, or None."""
+
+
 class Dialect(Protocol):
     """One engine family's HTTP API, as pure functions. Implementations are stateless and thread-safe."""
 
     name: str
     flush: Call
+
+    @property
+    def weights(self) -> WeightDialect:
+        """The calls of a weight update."""
 
     def check_sampling(self, params: Any) -> dict[str, Any]:
         """The user's sampling parameters in the engine's words; ValueError or TypeError names what is wrong."""
@@ -171,6 +236,11 @@ def error_words(value: Any) -> str:
         if inner is None:
             break
         value = inner
+    return clip_words(value)
+
+
+def clip_words(value: Any) -> str:
+    """A value on one line, not too long."""
     return clip(" ".join(str(value).split()), 600) or "(empty answer)"
 
 

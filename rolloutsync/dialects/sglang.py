@@ -10,6 +10,7 @@ from rolloutsync.dialects import sampling as rules
 from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text, version_tuple
 from rolloutsync.dialects.sglang_answer import decode
 from rolloutsync.dialects.sglang_load import read_facts, read_loads
+from rolloutsync.dialects.sglang_weights import SGLangWeights
 
 if TYPE_CHECKING:
     from rolloutsync.sample import Prompt, Segment
@@ -63,6 +64,7 @@ class SGLangDialect:
 
     name = "sglang"
     flush = _post("/flush_cache", {})
+    weights = SGLangWeights()
 
     def check_sampling(self, params: Any) -> dict[str, Any]:
         """See ``Dialect.check_sampling``. ``max_tokens`` is another name for ``max_new_tokens``."""

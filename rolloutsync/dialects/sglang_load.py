@@ -89,6 +89,7 @@ def read_facts(answer: Any) -> Facts:
     return Facts(
         version=_text(answer.get("version")),
         dp_size=positive(answer.get("dp_size")),
+        tp_size=positive(answer.get("tp_size")),
         running_limit=_running_limit(answer),
         model_path=_text(answer.get("model_path")),
         weight_version=_text(answer.get("weight_version")),
