@@ -16,7 +16,8 @@ from .shape import Facts, facts_of
 from .steps import Step
 
 WAIT_S = 15.0
-POLL_S = 0.02
+POLL_S = 0.01
+FRESH = 2
 SOCKET_TIMEOUT_S = 60.0
 TOKEN_COUNTS = ("num_waiting_uncached_tokens", "num_used_tokens", "num_total_tokens")
 
@@ -49,7 +50,6 @@ class Runner:
 
     def take(self, step: Step) -> Facts:
         """Takes one step and returns what happened."""
-        before = self._rank()["timestamp"] if step.fresh else None
         call = self._send(step)
         facts: Facts = {}
         if step.name:
@@ -60,7 +60,7 @@ class Runner:
         wait([self._open[name] for name in step.answers], timeout=WAIT_S)
         facts |= self._collect(step.answers, ordered=step.ordered)
         if step.load is not None:
-            facts["load"] = self._await_load(*step.load, before)
+            facts["load"] = self._await_load(*step.load, later=FRESH if step.fresh else 0)
             facts |= self._collect(())
         facts["open"] = " ".join(sorted(self._open))
         return facts
@@ -99,15 +99,24 @@ class Runner:
         rank: dict[str, Any] = self._get("/v1/loads")["loads"][0]
         return rank
 
-    def _await_load(self, running: int, waiting: int, before: float | None = None) -> str:
-        """Polls until the load is as wanted in a later snapshot; the last one seen is returned in any case."""
+    def _await_load(self, running: int, waiting: int, later: int = 0) -> str:
+        """Polls until the load is as wanted, `later` snapshots from now; the last one seen is returned in any case."""
         deadline = time.monotonic() + WAIT_S
-        while (load := self._rank())["timestamp"] == before or not _shows(load, running, waiting):
+        seen: set[float] = set()
+        while not _shows(load := self._rank(), running, waiting) or len(seen | {load["timestamp"]}) <= later:
+            seen.add(load["timestamp"])
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
         tokens = "tokens" if any(load[name] for name in TOKEN_COUNTS) else "no tokens"
         return f"{load['num_running_reqs']} running, {load['num_waiting_reqs']} waiting, {tokens}"
+
+    def start_over(self) -> None:
+        """Empties the cache, which an engine grants once it is idle."""
+        deadline = time.monotonic() + WAIT_S
+        while (facts := self.take(Step(what="start over", path="/flush_cache")))["call status"] != "200":
+            assert time.monotonic() < deadline, f"{self._address.netloc} is not idle: {facts}"
+            time.sleep(POLL_S)
 
     def tidy(self) -> None:
         """Leaves the engine idle: resumed, at full speed, with nothing open."""
@@ -124,7 +133,7 @@ def run(url: str, steps: Iterable[Step]) -> list[Facts]:
     """Takes all steps against one engine, idle before and after; returns what happened at each."""
     with ThreadPoolExecutor(max_workers=16, thread_name_prefix="differential") as pool:
         runner = Runner(url, pool)
-        runner.take(Step(what="start over", path="/flush_cache"))
+        runner.start_over()
         try:
             return [runner.take(step) for step in steps]
         finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from . import bodies, calls, steps
@@ -20,10 +19,12 @@ RUNNING_LIMIT = 4
 QUEUE_LIMIT = 2
 LONG_TOKENS = 1900
 RACE_TOKENS = 40
-SLOW_S = 0.01
+SLOW_S = 0.005
 BIG_PROMPTS = [what for what, body in bodies.GOOD.items() if len(body.get("input_ids", ())) > 1000]
 PARKABLE = ("plain", "logprobs", "one token", "logprobs of the prompt", "a stop id", "text", "ids back")
 LOGPROBS: list[dict[str, Any]] = [{}, {"return_logprob": True}, {"return_logprob": True, "top_logprobs_num": 2}]
+
+MODES = ("abort", "abort", "in_place", "in_place", "in_place", "retract", "retract", "retract")
 
 Action = Callable[[], None]
 
@@ -68,7 +69,7 @@ class Sequence:
             yield from [self._abort, self._abort, self._duplicate]
             yield from [self._abort_all] * (len(self._running) < RUNNING_LIMIT)
         if self._waiting:
-            yield from [self._pause, self._pause, self._abort]
+            yield from [self._pause, self._pause, *[self._abort] * 5]
         if len(self._running) == RUNNING_LIMIT and not self._waiting:
             yield from [self._first_come] * 4
         if self._ended and self._has_room(1):
@@ -118,16 +119,18 @@ class Sequence:
         size = self._random.choice([3, 17, 60])
         fields = self._random.choice(LOGPROBS)
         body = generation(LONG_TOKENS, prompt(size, 11 * len(self.steps)), rid=name, **fields)
-        self.steps.append(steps.begin(what, name, body, load=self._load()))
+        self.steps.append(steps.afresh(steps.begin(what, name, body, load=self._load())))
 
     def _begin(self) -> None:
         self._long(self._name(), "a long request")
 
     def _fill(self) -> None:
         """As many as can run, and sometimes one more."""
-        limit = RUNNING_LIMIT + self._random.choice([0, 0, 1])
+        limit = RUNNING_LIMIT + self._random.choice([0, 1])
         while len(self._live()) < limit:
             self._begin()
+        if self._waiting and self._random.random() < 0.5:
+            self._abort()
 
     def _good(self) -> None:
         names = [what for what in bodies.GOOD if what not in BIG_PROMPTS or not self._running]
@@ -173,7 +176,7 @@ class Sequence:
     # Aborts
 
     def _abort(self) -> None:
-        victim = self._random.choice(self._live())
+        victim = self._random.choice([*self._live(), *self._waiting, *self._waiting])
         where = "running" if victim in self._running else "waiting"
         answers = self._after_abort([victim])
         self.steps.append(steps.abort(f"abort a {where} request", victim, answers=answers, load=self._load()))
@@ -209,7 +212,7 @@ class Sequence:
     # Pauses
 
     def _pause(self) -> None:
-        mode = self._random.choice(["abort", "abort", "in_place", "in_place", "in_place", "retract", "retract", "retract"])
+        mode = self._random.choice(MODES)
         ended = self._live() if mode == "abort" else []
         self.steps.append(steps.pause(mode, answers=ended))
         self._forget(ended)
@@ -237,9 +240,8 @@ class Sequence:
         self._admit()
         self._ended += self._parked
         self._marked, self._parked = [], []
-        self.steps.append(
-            replace(steps.resume("continue", answers=answers, load=self._load()), fresh=bool(self._live()))
-        )
+        step = steps.resume("continue", answers=answers, load=self._load())
+        self.steps.append(steps.afresh(step) if self._live() else step)
 
     def _needless_resume(self) -> None:
         self.steps.append(steps.resume("continue without a pause", load=self._load()))

@@ -23,7 +23,8 @@ class Step:
         answers: Names of earlier calls (or this one) that must have been answered when the step ends.
         ordered: Whether they must come in an order that is determined.
         load: Running and waiting requests that the engine must come to show when the step ends; None does not look.
-        fresh: Whether it must be seen in a snapshot that was not there before the step.
+        fresh: Whether it must be seen in a snapshot later than the first one after the step: by then the engine has
+            looked into its mail, whatever older snapshots happened to show.
     """
 
     what: str
@@ -97,3 +98,8 @@ def resume(what: str, *, answers: Sequence[str] = (), load: Load | None = None) 
 def slow_down(seconds: float) -> Step:
     """Makes every token take at least this long."""
     return Step(what="slow down", path="/slow_down", body={"forward_sleep_time": seconds})
+
+
+def afresh(step: Step) -> Step:
+    """The same step, whose load is looked for in later snapshots alone."""
+    return replace(step, fresh=True)
