@@ -118,7 +118,7 @@ class Books:
             self._statuses[sample.status.value] += 1
             self._attempts[ask.key] = self._attempts.get(ask.key, 0) + sample.attempts
             self._tokens += len(sample.output_ids)
-            self._unsent += not sample.rid
+            self._unsent += sample.engine is None
             if sample.error is not None:
                 self._failures.append(f"{type(sample.error).__name__}: {sample.error}")
         if known:

@@ -47,6 +47,8 @@ class Witness:
         self._lock = threading.Lock()
         self._generations: dict[int, set[int]] = {}  # request ids by prompt
         self._memory: list[float] = []  # megabytes, look by look
+        self._threads = 0
+        self._copies: set[int] = set()
 
     def start(self) -> None:
         self._thread.start()
@@ -69,6 +71,7 @@ class Witness:
         self._look_at_sockets()
         with self._lock:
             self._memory.append(resident_mb())
+            self._threads = max(self._threads, threading.active_count())
 
     def read(self, engine: SimEngine) -> Row | None:
         """Take an engine's own books down; None if it cannot be read now."""
@@ -85,6 +88,8 @@ class Witness:
         """Who runs more often than asked for may do so for a moment only; each is told once."""
         many = {key for key, count in running.items() if count > self._most(key)}
         self._copies_since = {key: self._copies_since.get(key, now) for key in many}
+        with self._lock:
+            self._copies |= many
         for key, since in self._copies_since.items():
             if now - since > self._copies_s:
                 words = f"prompt {key:016x}: {running[key]} copies for {now - since:.1f} s"
@@ -103,6 +108,16 @@ class Witness:
         """How many generations the engines began for each prompt, as far as they lived to tell."""
         with self._lock:
             return {key: len(rids) for key, rids in self._generations.items()}
+
+    def facts(self) -> list[tuple[str, object]]:
+        """What it saw, for the report."""
+        with self._lock:
+            generations = sum(map(len, self._generations.values()))
+            return [
+                ("generations that engines began", generations),
+                ("second copies, for a moment", len(self._copies)),
+                ("threads at once", self._threads),
+            ]
 
     def growth_mb(self) -> tuple[float, float, float]:
         """(peak memory of the second quarter, of the last one, the difference), in megabytes."""
