@@ -64,8 +64,8 @@ class Generation:
         """Turns a refusal into an abort that carries its status, as streams report it."""
         assert self.request is not None
         if isinstance(finish := self.request.finish, Refusal):
-            reason = {"type": "abort", "message": finish.message, "status_code": finish.status, "err_type": None}
-            self.request.finish, self.request.while_queued = reason, True
+            reason = {"type": "abort", "message": finish.message, "status_code": finish.status}
+            self.request.finish = reason if self.request.while_queued else reason | {"err_type": None}
 
     def answer(self) -> dict[str, Any]:
         """Returns the finished answer."""

@@ -73,12 +73,13 @@ class EngineCollector(Collector):
         yield self._by_streaming("num_requests", "Number of requests processed.", lambda e: e.requests)
         words = "Number of cached prompt tokens by source (device/host/storage)."
         cached = CounterMetricFamily("sglang:cached_tokens", words, labels=[*self._labels, "cache_source"])
-        cached.add_metric([*self._labels.values(), "device"], totals.cached_tokens)
+        if totals.cached_tokens:
+            cached.add_metric([*self._labels.values(), "device"], totals.cached_tokens)
         yield cached
-        aborted = CounterMetricFamily(
-            "sglang:num_aborted_requests", "Number of requests aborted.", labels=[*self._labels]
-        )
-        aborted.add_metric([*self._labels.values()], totals.aborts)
+        words = "Number of requests aborted."
+        aborted = CounterMetricFamily("sglang:num_aborted_requests", words, labels=[*self._labels])
+        if totals.aborts:
+            aborted.add_metric([*self._labels.values()], totals.aborts)
         yield aborted
 
     def _by_streaming(self, name: str, words: str, value: Callable[[Ended], float]) -> Metric:

@@ -76,7 +76,7 @@ class Rank:
         self.advance(now)
         limit = self._config.max_queued_requests
         if limit is not None and len(self.waiting) + len(self._arriving) >= limit:
-            self._end(request, now, QUEUE_FULL)
+            self._refuse(request, now, QUEUE_FULL)
             return
         request.rank = self.index
         request.arrives = now + self._config.dispatch_s
@@ -187,7 +187,7 @@ class Rank:
             self.waiting.append(self._arriving.popleft())
         for request in self._timeouts.waited(self.waiting, at):
             self.waiting.remove(request)
-            self._end(request, at, WAITED_TOO_LONG)
+            self._refuse(request, at, WAITED_TOO_LONG)
         if self.paused:
             return
         if self.prefill.running and self.prefill.end <= at:
@@ -305,6 +305,11 @@ class Rank:
         request.count -= request.count % self._config.report_interval
         request.stream.cut(request.count)
         self._end(request, at, ABORTED_IN_QUEUE)
+
+    def _refuse(self, request: SimRequest, at: float, refusal: Refusal) -> None:
+        """Refuses what waits, or would have to."""
+        request.while_queued = True
+        self._end(request, at, refusal)
 
     def _end(self, request: SimRequest, at: float, finish: dict[str, Any] | Refusal) -> None:
         request.phase, request.finished, request.finish = Phase.DONE, at, finish

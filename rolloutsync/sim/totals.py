@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from rolloutsync.sim.request import Refusal, SimRequest
+from rolloutsync.sim.request import SimRequest
 
 LATENCY_BOUNDS_S = (
     *(0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400),
@@ -23,7 +23,7 @@ class Ended:
     by_latency: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
 
     def add(self, request: SimRequest) -> None:
-        """Counts a request that was answered."""
+        """Counts a request."""
         latency = request.finished - request.arrives
         self.requests += 1
         self.prompt_tokens += len(request.prompt)
@@ -42,8 +42,8 @@ class Totals:
     aborts: int = 0
 
     def ended(self, request: SimRequest | None, *, stream: bool) -> None:
-        """Counts a request, unless it was refused or never came to its end."""
-        if request is None or request.finish is None or isinstance(request.finish, Refusal):
+        """Counts a request that the scheduler ended while it ran; what ends in the queue does not count."""
+        if request is None or request.finish is None or request.while_queued:
             return
         (self.streamed if stream else self.unstreamed).add(request)
         self.cached_tokens += request.cached_tokens

@@ -258,6 +258,23 @@ def test_metrics_count_what_was_done(api: Caller) -> None:
     assert after["sglang:max_total_num_tokens", ""] == 1_048_576
 
 
+def test_metrics_leave_out_what_ends_in_the_queue(api: Caller) -> None:
+    """As the real engine's do: an abort counts where it hits what runs."""
+    before = sums(api)
+    running = api.begin_generate([5], 20_000, rid="long")
+    api.await_row("long", "running")
+    assert api.post(COMPLETIONS, {"prompt": [5]}).status == 503
+    (event, _) = events(api.post("/generate", {"input_ids": [5], "stream": True}))
+    words = "Request waiting timeout reached."
+    assert event["meta_info"]["finish_reason"] == {"type": "abort", "status_code": 503, "message": words}
+    counted = {key: value for key, value in sums(api).items() if key[0].endswith("_total")}
+    assert counted.items() <= before.items()
+    api.post("/abort_request", {"rid": "long"})
+    assert running.result(WAIT_S).finish["type"] == "abort"
+    done = "sglang:num_requests_total", "false"
+    assert sums(api)[done] == before.get(done, 0) + 1
+
+
 def test_metrics_show_what_runs(api: Caller) -> None:
     """From the load snapshots, which come late."""
     call = api.begin_generate([5], 20_000, rid="long")
