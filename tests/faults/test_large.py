@@ -198,7 +198,7 @@ def test_the_original_sin_in_thousands(client_to: MakeClient) -> None:
     sin(client_to, 2000, 3000)
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_the_original_sin_of_a_plain_client(count: int) -> None:
     """Item 11: the same answers to a requests.Session, whose sockets stay in CLOSE_WAIT for as long as it lives."""
     with ScriptedEngine(Sinner(500, count)) as engine, requests.Session() as session:

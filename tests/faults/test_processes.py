@@ -36,12 +36,15 @@ SLOWLY = pytest.mark.slow  # one of each kind is enough for the fast suite
 LEAVES = "job = client.start(batch)\nwhile client.stats().waiting:\n    pass\nsys.stdin.readline()\n"
 
 
+BUSY_S = 1.0  # what a busy machine may add to a promise
+
+
 def ends(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
     """Return code and standard error of a process that ends in time."""
     began = time.monotonic()
     _, errors = process.communicate("leave\n", timeout=20.0)
     took = time.monotonic() - began
-    assert took < seconds, f"gone after {took:.1f} s: {errors}"
+    assert took < seconds + BUSY_S, f"gone after {took:.1f} s: {errors}"
     return process.returncode, errors
 
 
@@ -69,7 +72,7 @@ def test_ctrl_c_at_a_silent_engine() -> None:
         process = begin(START + GENERATES, engine.url)
         engine.server.await_requests(102)
         process.send_signal(signal.SIGINT)
-        code, errors = ends(process, 2.5)
+        code, errors = ends(process, 2.0)
         assert (code, errors.count("Traceback")) == (-signal.SIGINT, 1)
 
 

@@ -216,12 +216,9 @@ def test_a_busy_engine_is_not_a_silent_one(client_to: MakeClient) -> None:
 
 @pytest.mark.parametrize("how", ["close", "abort", "drain"])
 def test_a_connect_that_hangs_is_called_off(client_to: MakeClient, how: str) -> None:
-    """The host vanishes, so new connects hang; close(), an abort and a drain each wake those who wait for them.
-
-    The connect timeout (10 s by default) is overridden only to bound how long this test fails.
-    """
+    """The host vanishes, so new connects hang; close(), an abort and a drain each wake those who wait for them."""
     with ScriptedEngine(echo) as engine:
-        client = client_to(engine.url, timeouts=Timeouts(connect_s=2.5))
+        client = client_to(engine.url)
         check(client.generate([[5, 6]])[0], [5, 6])
         engine.server.vanish()
         job = client.start(prompts(8), on_error="return")
@@ -232,10 +229,8 @@ def test_a_connect_that_hangs_is_called_off(client_to: MakeClient, how: str) -> 
             "drain": lambda: client.abort_until_idle(0.2, raise_on_timeout=False),
         }
         calling_off = in_thread(ways[how])
-        ended_in_time = job.wait(1.5)
-        calling_off.result(10.0)
-        job.wait(10.0)
-        assert ended_in_time
+        assert job.wait(1.5)
+        calling_off.result(2.0)
         assert {sample.status for sample in job.result()} == {Status.ABORTED}
 
 
