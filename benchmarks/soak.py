@@ -75,7 +75,7 @@ class Options:
     sample_s: float = 90.0
     grace_s: float = 120.0
     copies_s: float = 8.0
-    memory_mb: float = 32.0
+    memory_mb: float = 24.0
 
     def timeouts(self) -> Timeouts:
         return Timeouts(
@@ -127,7 +127,7 @@ class Soak:
             disconnect_poll_s=0.5,
         )
         self._witness = Witness(self._fleet, self.findings, options.copies_s, self._books.size)
-        self._chaos = Chaos(self._fleet, options.seed, 60 * options.minutes, self._witness.read)
+        self._chaos = Chaos(self._fleet, options.seed, 60 * options.minutes, self._witness.take_down)
         self._clients: list[RolloutClient] = []
 
     # --- the run ---
@@ -261,7 +261,7 @@ class Soak:
     def _check_engines(self) -> None:
         """Nothing runs there, by their own word."""
         for engine in self._fleet.engines:
-            state = self._witness.read(engine)
+            state = self._witness.take_down(engine)
             left = None if state is None else state["running"] + state["waiting"] + state["live"]
             if left != 0:
                 words = f"{engine.url}: {left} requests" if state else f"{engine.url} does not answer"

@@ -45,7 +45,7 @@ class Witness:
         self._unread_since: dict[str, float] = {}
         # _lock guards: everything below
         self._lock = threading.Lock()
-        self._generations: dict[int, set[int]] = {}  # request ids by prompt
+        self._generations: Counter[int] = Counter()  # by prompt
         self._memory: list[float] = []  # megabytes, look by look
         self._threads = 0
         self._copies: set[int] = set()
@@ -64,7 +64,7 @@ class Witness:
     def _look(self) -> None:
         running: Counter[int] = Counter()
         for engine in self._engines:
-            state = self.read(engine)
+            state = read(engine)
             if state is not None and not state["frozen"] and not state["paused"]:
                 running.update(int(row["prompt_hash"], 16) for row in _known(state) if row["state"] in _RUNS)
         self._judge_copies(running, time.monotonic())
@@ -73,15 +73,12 @@ class Witness:
             self._memory.append(resident_mb())
             self._threads = max(self._threads, threading.active_count())
 
-    def read(self, engine: SimEngine) -> Row | None:
-        """Take an engine's own books down; None if it cannot be read now."""
-        try:
-            state: Row = engine.call("GET", "/sim/state", timeout=CALL_S)
-        except (OSError, RuntimeError, ValueError):
-            return None
-        with self._lock:
-            for row in _known(state):
-                self._generations.setdefault(int(row["prompt_hash"], 16), set()).add(int(row["rid"], 16))
+    def take_down(self, engine: SimEngine) -> Row | None:
+        """Take an engine's own books down, before they are lost; None if it cannot be read now."""
+        state = read(engine)
+        if state is not None:
+            with self._lock:
+                self._generations.update(int(row["prompt_hash"], 16) for row in _known(state))
         return state
 
     def _judge_copies(self, running: Counter[int], now: float) -> None:
@@ -107,12 +104,12 @@ class Witness:
     def generations(self) -> dict[int, int]:
         """How many generations the engines began for each prompt, as far as they lived to tell."""
         with self._lock:
-            return {key: len(rids) for key, rids in self._generations.items()}
+            return dict(self._generations)
 
     def facts(self) -> list[tuple[str, object]]:
         """What it saw, for the report."""
         with self._lock:
-            generations = sum(map(len, self._generations.values()))
+            generations = sum(self._generations.values())
             return [
                 ("generations that engines began", generations),
                 ("second copies, for a moment", len(self._copies)),
@@ -126,6 +123,15 @@ class Witness:
         quarter = max(1, len(sizes) // 4)
         early, late = max(sizes[quarter : 2 * quarter] or sizes), max(sizes[-quarter:])
         return early, late, late - early
+
+
+def read(engine: SimEngine) -> Row | None:
+    """An engine's own books; None if it cannot be read now."""
+    try:
+        state: Row = engine.call("GET", "/sim/state", timeout=CALL_S)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return state
 
 
 def _known(state: Row) -> Iterator[Row]:
