@@ -71,7 +71,7 @@ class Controls:
         """Hold the gate, then pause every engine."""
         for engine in self._fleet.engines():
             engine.dialect.pause(mode)  # refuses an unknown mode before anything happens
-        self._fleet.close_gate(self._pause, GateMode.HOLD)
+        self._fleet.close_gate(self._pause, GateMode.HOLD, cuts=mode == "abort")
         if any(self._fleet.is_paused(engine.url) for engine in self._fleet.engines()):
             self._continue()  # a second mode on top of the first can block an engine
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rolloutsync.clock import ActiveTime, Deadline, sooner
 from rolloutsync.errors import EngineUnavailableError, clip
 from rolloutsync.gate import Gate, GateMode, Turned
-from rolloutsync.placement import choose, take
+from rolloutsync.placement import call_all, call_next, choose, leave_line, line_up, take
 from rolloutsync.slot import EngineState, EngineStatus, Lease, Slot
 
 if TYPE_CHECKING:
@@ -54,16 +54,18 @@ class Fleet:
         self._on_trouble = on_trouble
         self._on_busy = on_busy
         # _changed's lock guards: all that follows, everything in the slots, groups' homes and samples' died_on.
-        # Never held across I/O, callbacks or sleep. Two conditions on one lock: _room wakes those who wait for a lease.
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)
-        self._room = threading.Condition(lock)
+        # Never held across I/O, callbacks or sleep. Two conditions on one lock: _room wakes those who wait for a lease;
+        # those of sticky groups wait in the line of their home, each on a condition of its own, on this lock too.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
         self._slots: dict[str, Slot] = {}
         self._gate = Gate(active)
         self._closed = False
         self._crowded = False
         self._dead_since: float | None = None  # active time; None while an engine is live or nobody has looked
         self._drains = 0  # threads in await_none, to be told of each release
+        self.cuts = 0  # engine-wide aborts so far; only grows
         self.expected_version: str | None = None  # of the weights; None: any engine may join
 
     # --- membership ---
@@ -87,9 +89,9 @@ class Fleet:
             slot = self._slots.get(url)
             if slot is not None and slot.leases:
                 slot.state, slot.reason = EngineState.LEAVING, "removed, its last requests are ending"
-            elif slot is not None:
-                del self._slots[url]
             self._wake_locked()
+            if slot is not None and not slot.leases:
+                del self._slots[url]
         return slot is not None
 
     def engines(self, *states: EngineState) -> list[Engine]:
@@ -213,10 +215,11 @@ class Fleet:
 
     # --- the gate ---
 
-    def close_gate(self, token: object, mode: GateMode) -> None:
-        """No new request leaves from now on; ``token`` opens it again."""
+    def close_gate(self, token: object, mode: GateMode, *, cuts: bool = False) -> None:
+        """No new request leaves from now on; ``token`` opens it again. ``cuts``: it is an engine-wide abort too."""
         with self._changed:
             self._gate.close(token, mode)
+            self.cuts += cuts or mode is GateMode.ABORT
             self._wake_locked()
 
     def open_gate(self, *tokens: object) -> None:
@@ -248,25 +251,27 @@ class Fleet:
         Prefers another engine than ``avoid``. Ends early when the order is called off, at ``deadline``, when the
         client closes, and after ``engine_wait_s`` without any live engine.
         """
-        place = self._place(order, rid, deadline, avoid)
+        with self._changed:
+            place = self._place_locked(order, rid, deadline, avoid)
+            leave_line(self._slots, order)
         if isinstance(place, Lease) and place.first:
             self._on_busy(place.engine)
         return place
 
-    def _place(self, order: Order, rid: str, deadline: Deadline, avoid: str | None) -> Lease | Turned:
-        with self._changed:
-            while True:
-                patience: Deadline | None = None
-                if (turned := self._turned_locked(order, deadline)) is not None:
-                    return turned
-                if self._gate.mode is GateMode.OPEN:
-                    now = self._clock.monotonic()
-                    if (slot := choose(self._slots, order, avoid, now)) is not None:
-                        return take(self._slots, slot, order, rid, now)
-                    patience = self._patience_locked(order)
-                    if patience is not None and patience.expired:
-                        return Turned.UNAVAILABLE
-                self._clock.wait(self._room, min(_HEAL_S, sooner(deadline, patience) or _HEAL_S))
+    def _place_locked(self, order: Order, rid: str, deadline: Deadline, avoid: str | None) -> Lease | Turned:
+        while True:
+            patience: Deadline | None = None
+            if (turned := self._turned_locked(order, deadline)) is not None:
+                return turned
+            if self._gate.mode is GateMode.OPEN:
+                now = self._clock.monotonic()
+                if (slot := choose(self._slots, order, avoid, now)) is not None:
+                    return take(self._slots, slot, order, rid, now)
+                patience = self._patience_locked(order)
+                if patience is not None and patience.expired:
+                    return Turned.UNAVAILABLE
+            queue = line_up(self._slots, order, self._lock) or self._room
+            self._clock.wait(queue, min(_HEAL_S, sooner(deadline, patience) or _HEAL_S))
 
     def release(
         self,
@@ -287,6 +292,7 @@ class Fleet:
             slot.weight_version = version or slot.weight_version
             if slot.state is EngineState.LEAVING and not slot.leases:
                 self._slots.pop(slot.engine.url, None)
+            call_next(slot)
             self._room.notify(len(self._slots) + _WOKEN if lease.order.life.died_on else _WOKEN)
             if self._drains:
                 self._changed.notify_all()
@@ -366,6 +372,7 @@ class Fleet:
         return {slot.state for slot in self._slots.values()}
 
     def _wake_locked(self) -> None:
+        call_all(self._slots)
         self._changed.notify_all()
         self._room.notify_all()
 

@@ -28,12 +28,16 @@ class Stop:
 
 
 class Group:
-    """The members of one prompt. Its home is where the first of them went; guarded by the fleet's lock."""
+    """The members of one prompt. Its home is where the first of them went; guarded by the fleet's lock.
 
-    __slots__ = ("home", "rank", "size")
+    A sticky one (the turns of an episode) waits at its home for room, and moves only if that is not live any more.
+    """
 
-    def __init__(self, size: int) -> None:
+    __slots__ = ("__weakref__", "home", "rank", "size", "sticky")
+
+    def __init__(self, size: int, *, sticky: bool = False) -> None:
         self.size = size
+        self.sticky = sticky
         self.home: str | None = None
         self.rank: int | None = None
 

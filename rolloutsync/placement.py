@@ -1,7 +1,8 @@
-"""Which engine a request goes to. Pure: decides over slots that the fleet's lock guards."""
+"""Which engine a request goes to. Decides over slots and groups that the fleet's lock guards."""
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,10 +15,14 @@ if TYPE_CHECKING:
 def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: float) -> Slot | None:
     """The live engine with room and the fewest in flight; the group's home while that is within n of the fewest.
 
-    A suspect gets an engine on which it is the only one.
+    What is sticky goes home, and gets None while there is no room. A suspect gets an engine on which it is the only
+    one.
     """
     suspect = bool(order.life.died_on)
-    free = [slot for slot in slots.values() if slot.has_room and not (suspect and slot.watches_suspect(now))]
+    if order.group.sticky and not suspect:
+        home = _settle(slots, order, avoid)
+        return home if home is not None and home.has_room_for(order) else None
+    free = [slot for slot in slots.values() if slot.has_spare_room and not (suspect and slot.watches_suspect(now))]
     free = [slot for slot in free if slot.engine.url != avoid] or free
     if not free:
         return None
@@ -32,7 +37,9 @@ def take(slots: Mapping[str, Slot], slot: Slot, order: Order, rid: str, now: flo
     """Count the request there. A group without a live home gets this one; its members share a DP rank there."""
     group, url = order.group, slot.engine.url
     home = slots.get(group.home or "")
-    if home is None or not home.is_live:
+    if group.sticky:
+        _move(order, home, slot)
+    elif home is None or not home.is_live:
         group.home, group.rank = url, slot.quietest_rank()
     rank = group.rank if group.home == url else slot.quietest_rank()
     if {"routed_dp_rank", "data_parallel_rank"} & order.prompt.fields.keys():
@@ -42,3 +49,65 @@ def take(slots: Mapping[str, Slot], slot: Slot, order: Order, rid: str, now: flo
 
 def _in_flight(slot: Slot) -> int:
     return slot.in_flight
+
+
+# --- what is sticky ---------------------------------------------------------------------------------------------------
+
+
+def _settle(slots: Mapping[str, Slot], order: Order, avoid: str | None) -> Slot | None:
+    """The order's home, while it is live and has not just refused it; else the live engine with the fewest homes.
+
+    Homes are counted, not requests: episodes that are busy with their tools will be back.
+    """
+    home = slots.get(order.group.home or "")
+    if home is not None and home.is_live and home.engine.url != avoid:
+        return home
+    live = [slot for slot in slots.values() if slot.is_live]
+    live = [slot for slot in live if slot.engine.url != avoid] or live
+    best = min(live, key=lambda slot: (not slot.has_room, len(slot.homes), slot.in_flight), default=None)
+    if best is not None:
+        _move(order, home, best)
+    return best
+
+
+def _move(order: Order, before: Slot | None, slot: Slot) -> None:
+    """Make a slot the home of a sticky order's group, with the rank that has the fewest homes there."""
+    group = order.group
+    if before is slot:
+        return
+    if before is not None:
+        before.homes.discard(group)
+        before.line.pop(order, None)
+    group.home, group.rank = slot.engine.url, slot.home_rank()
+    slot.homes.add(group)
+
+
+def line_up(slots: Mapping[str, Slot], order: Order, lock: threading.RLock) -> threading.Condition | None:
+    """What a sticky order waits on for room at its home, where it joins the line; None for any other order."""
+    home = slots.get(order.group.home or "") if order.group.sticky and not order.life.died_on else None
+    if home is None:
+        return None
+    if order not in home.line:
+        leave_line(slots, order)
+    return home.line.setdefault(order, threading.Condition(lock))
+
+
+def leave_line(slots: Mapping[str, Slot], order: Order) -> None:
+    """The order waits no more, for whatever reason."""
+    for slot in slots.values() if order.group.sticky else ():
+        if slot.line.pop(order, None) is not None and slot.has_room:
+            call_next(slot)
+
+
+def call_next(slot: Slot) -> None:
+    """Wake whoever has waited longest in a slot's line."""
+    for called in slot.line.values():
+        called.notify()
+        return
+
+
+def call_all(slots: Mapping[str, Slot]) -> None:
+    """Wake everybody in every line."""
+    for slot in slots.values():
+        for called in slot.line.values():
+            called.notify()

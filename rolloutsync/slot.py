@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 if TYPE_CHECKING:
+    import threading
+
     from rolloutsync.engine import Engine
-    from rolloutsync.order import Order
+    from rolloutsync.order import Group, Order
 
 DEFAULT_LIMIT = 256
 LARGEST_LIMIT = 512
@@ -97,6 +101,9 @@ class Slot:
     proven_idle: bool = False
     weight_version: str | None = None
     answered_at: float | None = None  # clock seconds of the last whole answer to a request of ours
+    homes: WeakSet[Group] = field(default_factory=WeakSet)  # sticky groups that live here
+    line: dict[Order, threading.Condition] = field(default_factory=dict)  # of theirs that wait for room, oldest first
+    debt: bool = False  # the last place went to somebody who is at home nowhere: the next is the line's
     suspect: Lease | None = None  # the last lease of a sample that was there when an engine died
     orphans: dict[str, float] = field(default_factory=dict)  # rid to clock seconds: its abort was not delivered
     told: set[str] = field(default_factory=set)  # what was logged once and is not to be logged again
@@ -127,6 +134,19 @@ class Slot:
         """Whether one more request may go there."""
         return self.is_live and len(self.leases) < self.room
 
+    @property
+    def has_spare_room(self) -> bool:
+        """Whether one more request may go there that is not of its line.
+
+        Line and others take places by turns where there are too few, so that neither starves.
+        """
+        return self.is_live and len(self.leases) + self.debt * len(self.line) < self.room
+
+    def has_room_for(self, order: Order) -> bool:
+        """Whether a request that is at home here may go there: whoever waited before it goes first."""
+        before = list(self.line).index(order) if order in self.line else len(self.line)
+        return self.is_live and len(self.leases) + before < self.room
+
     def watches_suspect(self, now: float) -> bool:
         """Whether a suspect is there that must be the only one."""
         lease = self.suspect
@@ -139,11 +159,17 @@ class Slot:
         size = self.engine.facts.dp_size or 1
         return min(range(size), key=lambda rank: self.ranks.get(rank, 0)) if size > 1 else None
 
+    def home_rank(self) -> int | None:
+        """The DP rank with the fewest homes; None for an engine with a single rank."""
+        size, homes = self.engine.facts.dp_size or 1, Counter(group.rank for group in self.homes)
+        return min(range(size), key=lambda rank: (homes[rank], self.ranks.get(rank, 0))) if size > 1 else None
+
     def take(self, order: Order, rid: str, dp_rank: int | None, now: float) -> Lease:
         """Count one more request."""
         lease = Lease(self, order, rid, dp_rank, now, first=not self.leases)
         self.leases[id(lease)] = lease
         self.requests += 1
+        self.debt = not order.group.sticky
         if order.life.died_on:
             self.suspect = lease
         if dp_rank is not None:

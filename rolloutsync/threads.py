@@ -18,15 +18,15 @@ def renew_after_fork() -> None:
     _stack_lock = threading.Lock()
 
 
-def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread with a small stack.
+def start_thread(name: str, target: Callable[[], None], *, stack_bytes: int = _STACK_BYTES) -> threading.Thread:
+    """Start a daemon thread, with a small stack unless told otherwise: what users run needs a larger one.
 
     Raises:
         RuntimeError: The process may have no more threads ("can't start new thread").
     """
     thread = threading.Thread(name=name, target=target, daemon=True)
     with _stack_lock:
-        before = threading.stack_size(_STACK_BYTES)
+        before = threading.stack_size(stack_bytes)
         try:
             thread.start()
         finally:

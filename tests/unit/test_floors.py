@@ -25,6 +25,7 @@ _FLOORS = {
     "retry": 2,
     "order": 2,
     "progress": 2,
+    "transcript": 2,
     "engine": 3,
     "batch": 3,
     "proof": 3,
