@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rolloutsync.payload import to_json
+from rolloutsync.resume import Resumed, resume
 from rolloutsync.sample import Prompt, Sample, Status
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _REFUSED_FIELDS = {
     "n": "one submit makes one sample, and items share the n= of generate or start",
     "on_error": "it belongs to generate and start",
     "progress": "it belongs to generate and start",
+    "keep_partials": "it belongs to generate and start",
     "metadata": "it goes into the items of the batch, and is never sent",
     "sampling_params": "it goes into the call or the item as such",
     **dict.fromkeys((*_IDS_KEYS, *_TEXT_KEYS, "messages"), "prompts go into the batch"),
@@ -48,6 +50,7 @@ class BatchRules:
         fields: The call's request fields.
         n: Samples of each prompt.
         tokenizer: For items with ``messages``; None if the client has none.
+        keep_partials: Partials go on where they were cut; otherwise they start over.
     """
 
     dialect: Dialect
@@ -55,6 +58,17 @@ class BatchRules:
     fields: Mapping[str, Any]
     n: int = 1
     tokenizer: Any = None
+    keep_partials: bool = True
+
+
+Item = Prompt | Resumed | Sample
+
+
+def overridden(rules: BatchRules, sampling_params: Any, fields: Mapping[str, Any]) -> BatchRules:
+    """The rules with other sampling parameters and request fields, key by key; errors as for those of a call."""
+    check_fields(fields)
+    sampling = {**rules.sampling, **rules.dialect.check_sampling(sampling_params)}
+    return replace(rules, sampling=sampling, fields={**rules.fields, **fields})
 
 
 def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
@@ -85,8 +99,8 @@ def _check_known_field(name: str, value: Any, where: str) -> None:
         raise ValueError(f"{where}{name} must be at least {least}, got {value!r}")
 
 
-def read_batch(batch: Any, rules: BatchRules) -> list[Prompt | Sample]:
-    """A prompt for each item, or the item itself where it is a finished sample.
+def read_batch(batch: Any, rules: BatchRules) -> list[Item]:
+    """A prompt for each item, how it goes on where it is a partial, or the item itself where it is a finished sample.
 
     Raises:
         TypeError: Not a batch, or an item of no known kind.
@@ -109,7 +123,7 @@ def _items(batch: Any) -> Iterable[Any]:
     return items
 
 
-def _read_item(item: Any, rules: BatchRules, where: str) -> Prompt | Sample:
+def _read_item(item: Any, rules: BatchRules, where: str) -> Item:
     if isinstance(item, Sample):
         return _read_sample(item, rules, where)
     if isinstance(item, Prompt):
@@ -129,15 +143,16 @@ def _read_prompt(prompt: Prompt, rules: BatchRules, where: str) -> Prompt:
     return _from_dict({**given, **more, **prompt.fields}, rules, where)
 
 
-def _read_sample(sample: Sample, rules: BatchRules, where: str) -> Prompt | Sample:
-    """Finished: as it is. Failed, or cut short before its first token: its prompt again."""
-    if sample.status in {Status.COMPLETED, Status.TRUNCATED}:
-        if rules.n > 1:
-            raise ValueError(f"{where}a finished sample cannot have n={rules.n} members: pass finished ones with n=1")
-        return sample
-    if len(sample.output_ids):
-        raise ValueError(f"{where}a partial with {len(sample.output_ids)} tokens cannot be resumed by this version")
-    return _read_item(sample.prompt, rules, where)
+def _read_sample(sample: Sample, rules: BatchRules, where: str) -> Item:
+    """Finished: as it is. A partial goes on. Failed, or cut short before its first token: its prompt again."""
+    finished = sample.status in {Status.COMPLETED, Status.TRUNCATED}
+    partial = sample.status is Status.ABORTED and len(sample.output_ids) > 0 and rules.keep_partials
+    if not finished and not partial:
+        return _read_item(sample.prompt, rules, where)
+    if rules.n > 1:
+        kind = "finished sample" if finished else "partial"
+        raise ValueError(f"{where}a {kind} cannot have n={rules.n} members: pass those that have begun with n=1")
+    return sample if finished else resume(sample, rules.dialect, where)
 
 
 def _from_dict(item: Mapping[str, Any], rules: BatchRules, where: str) -> Prompt:
@@ -208,7 +223,7 @@ def _read_ids(raw: Any, where: str) -> IntArray:
     return ids.astype(np.int32, copy=True)
 
 
-def check_vocabulary(items: list[Prompt | Sample], vocab_size: int | None) -> None:
+def check_vocabulary(items: list[Item], vocab_size: int | None) -> None:
     """Refuse token ids beyond the vocabulary, where its size is known: one of them can kill an engine."""
     if vocab_size is None:
         return

@@ -31,6 +31,12 @@ def check_count(field: str, value: Any, *, least: int = 1) -> None:
     _require(value >= least, field, value, f"at least {least}")
 
 
+def check_bool(field: str, value: Any) -> None:
+    """Raise unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{field} must be True or False, got {value!r}")
+
+
 def check_switch(field: str, value: Any) -> None:
     """Raise unless ``value`` is True, False or None."""
     if value not in (True, False, None) or isinstance(value, (int, float)) != isinstance(value, bool):

@@ -44,8 +44,9 @@ class Ledger:
                 return False
             self._waiting.discard(id(order))
             self._ended[sample.status.value] += 1
-            self._tokens += len(sample.output_ids)
-            self._retries += max(0, sample.attempts - 1)
+            tokens, attempts = order.news(sample)
+            self._tokens += tokens
+            self._retries += max(0, attempts - 1)
             return True
 
     def book(self) -> tuple[int, int, int, list[Order]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,17 @@ class Group:
         self.sticky = sticky
         self.home: str | None = None
         self.rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """A sample that is wanted, its place in the batch, and the partial that it goes on from."""
+
+    prompt: Prompt
+    index: int
+    member: int
+    group: Group
+    base: Sample | None = None
 
 
 class Doing(str, Enum):
@@ -89,6 +100,7 @@ class Order:
         admitted_at: Clock seconds.
         admitted_active: Seconds of active time.
         life: How far it has come.
+        base: The partial that goes on; ``prompt`` then has its tokens. None for a fresh sample.
     """
 
     prompt: Prompt
@@ -103,6 +115,7 @@ class Order:
     stops: tuple[Stop, ...] = ()
     own_stop: Stop = field(default_factory=Stop)
     life: Life = field(default_factory=Life)
+    base: Sample | None = None
 
     @property
     def stopped(self) -> bool:
@@ -110,8 +123,17 @@ class Order:
         return self.own_stop.is_set or any(stop.is_set for stop in self.stops)
 
     def blank(self) -> Sample:
-        """The sample with nothing generated yet."""
-        return begin(self.prompt, self.index, self.member)
+        """The sample as it was when it was admitted: with nothing generated yet, or the partial that goes on."""
+        if self.base is None:
+            return begin(self.prompt, self.index, self.member)
+        return replace(self.base, index=self.index, member=self.member)
+
+    def news(self, sample: Sample) -> tuple[int, int]:
+        """(tokens, attempts) of an ended sample that came after it was admitted."""
+        tokens, attempts = len(sample.output_ids), sample.attempts
+        if self.base is None:
+            return tokens, attempts
+        return tokens - len(self.base.output_ids), attempts - self.base.attempts
 
 
 def new_rid() -> str:

@@ -174,7 +174,9 @@ class Rollout:
     def _stamp(self, trail: _Trail, sample: Sample) -> Sample:
         total = self._clock.monotonic() - trail.order.admitted_at
         timing = Timing(total if trail.queued_s is None else trail.queued_s, trail.engine_s, total)
-        return replace(sample, rid=trail.rid, engine=trail.engine, attempts=trail.attempts, timing=timing)
+        before = trail.order.base.attempts if trail.order.base is not None else 0
+        attempts = before + trail.attempts
+        return replace(sample, rid=trail.rid, engine=trail.engine, attempts=attempts, timing=timing)
 
     # --- failures ---
 

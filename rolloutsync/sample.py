@@ -138,12 +138,12 @@ class Sample:
         routed_experts: [prompt_tokens + T - 1, layers, topk] (or [.., layers*topk] where the shape is unknown).
         prompt_logprobs: float32 from ``logprob_start_len`` on; the first of the prompt is NaN.
         top_logprobs: (ids, values) of the k likeliest, or None.
-        hidden_states: float32 [rows, hidden], or None.
+        hidden_states: float32 [rows, hidden], or None; of a resumed sample, what its last answer brought.
         prompt_tokens: As the engine counts them (images expand); None if it did not say.
         cached_tokens: Of the prompt, found in the engine's prefix cache.
         dp_rank: That ran it, or None.
         engine: URL of the engine that answered last, or None if it was never sent.
-        attempts: Requests sent for it.
+        attempts: Requests sent for it, those before a resume included.
         timing: Seconds, see ``Timing``.
         error: Why it FAILED, else None.
         meta_info: The engine's other meta_info fields, as sent.
@@ -242,23 +242,57 @@ def extend(sample: Sample, segment: Segment) -> Sample:
         output_ids=_join(sample.output_ids, segment.output_ids) if start else segment.output_ids,
         logprobs=_join(sample.logprobs, segment.logprobs) if start else segment.logprobs,
         weight_spans=_shift(sample.weight_spans, segment.weight_spans, start),
-        routed_experts=segment.routed_experts,
-        prompt_logprobs=segment.prompt_logprobs,
-        top_logprobs=segment.top_logprobs,
-        hidden_states=segment.hidden_states,
-        prompt_tokens=segment.prompt_tokens,
-        cached_tokens=segment.cached_tokens,
-        dp_rank=segment.dp_rank,
+        routed_experts=_more_rows(sample.routed_experts, segment.routed_experts),
+        prompt_logprobs=_of_prompt(sample.prompt_logprobs, segment.prompt_logprobs, start),
+        top_logprobs=_join_top(sample, segment) if start else segment.top_logprobs,
+        hidden_states=_latest(segment.hidden_states, sample.hidden_states),
+        prompt_tokens=sample.prompt_tokens if segment.prompt_tokens is None else segment.prompt_tokens - start,
+        cached_tokens=_latest(segment.cached_tokens, sample.cached_tokens),
+        dp_rank=_latest(segment.dp_rank, sample.dp_rank),
         meta_info=segment.meta_info,
     )
+
+
+def _latest(now: Any, before: Any) -> Any:
+    return before if now is None else now
 
 
 def _join(first: Any, second: Any) -> Any:
     return None if first is None or second is None else np.concatenate([first, second])
 
 
+def _more_rows(first: Any, second: Any) -> Any:
+    """The rows that were missing, behind those that are there; an aborted answer may bring none."""
+    if first is None or second is None:
+        return _latest(second, first)
+    return np.concatenate([first, second.reshape(len(second), *first.shape[1:])])
+
+
+def _of_prompt(before: Any, now: Any, resumed: int) -> Any:
+    """Logprobs of the prompt alone: to the engine, the tokens that a resumed request brings along are prompt too."""
+    if before is not None or now is None or not resumed:
+        return _latest(before, now)
+    return now[: len(now) - resumed]
+
+
+def _join_top(sample: Sample, segment: Segment) -> TopLogprobs | None:
+    if sample.top_logprobs is None or not len(segment.output_ids):
+        return sample.top_logprobs
+    if segment.top_logprobs is None:
+        return None
+    pairs = zip(sample.top_logprobs, segment.top_logprobs, strict=True)
+    return TopLogprobs(*(np.concatenate(pair) for pair in pairs))
+
+
 def _shift(before: tuple[WeightSpan, ...], after: tuple[WeightSpan, ...], by: int) -> tuple[WeightSpan, ...]:
-    return before + tuple(WeightSpan(version, start + by, end + by) for version, start, end in after)
+    """All spans; two that meet and have the same version are one."""
+    spans = list(before)
+    for version, start, end in after:
+        if spans and spans[-1].version == version:
+            spans[-1] = spans[-1]._replace(end=end + by)
+        else:
+            spans.append(WeightSpan(version, start + by, end + by))
+    return tuple(spans)
 
 
 # --- to and from plain values -----------------------------------------------------------------------------------------

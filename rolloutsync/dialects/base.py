@@ -169,6 +169,13 @@ class Dialect(Protocol):
 
     name: str
     flush: Call
+    default_max_new_tokens: int  # where a request does not say
+    seed: str  # the sampling parameter
+    grammars: tuple[str, ...]  # sampling parameters with a state that a resume loses
+    penalties: tuple[tuple[str, float], ...]  # and their neutral values
+
+    def resumed_seed(self, seed: int, done: int) -> int:
+        """The seed that continues a sample of ``done`` tokens as if it had not been cut short."""
 
     @property
     def weights(self) -> WeightDialect:

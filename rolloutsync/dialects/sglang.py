@@ -44,7 +44,8 @@ SAMPLING_RULES: dict[str, rules.Rule] = {
     "watermark": rules.JSON,
     "choice": rules.JSON,
 }
-_KNOWN = (*SAMPLING_RULES, "max_tokens", "n")
+_OTHER_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+_KNOWN = (*SAMPLING_RULES, *_OTHER_NAMES, "n")
 PAUSE_MODES = ("abort", "in_place", "retract")
 _RANK_FIELD_SINCE = (0, 5, 10)  # routed_dp_rank; before it only data_parallel_rank is read
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -64,20 +65,32 @@ class SGLangDialect:
 
     name = "sglang"
     flush = _post("/flush_cache", {})
+    default_max_new_tokens = 128
+    seed = "sampling_seed"
+    grammars: tuple[str, ...] = ("json_schema", "regex", "ebnf", "structural_tag")
+    penalties: tuple[tuple[str, float], ...] = (
+        ("frequency_penalty", 0.0),
+        ("presence_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+    )
     weights = SGLangWeights()
 
     def check_sampling(self, params: Any) -> dict[str, Any]:
-        """See ``Dialect.check_sampling``. ``max_tokens`` is another name for ``max_new_tokens``."""
+        """See ``Dialect.check_sampling``. ``max_tokens`` and ``seed`` are other names that users of engines write."""
         given = rules.as_mapping(params, _KNOWN)
         rules.check_members(given)
         given.pop("n", None)
-        if given.get("max_tokens") is not None and given.get("max_new_tokens") is not None:
-            tokens, new = given["max_tokens"], given["max_new_tokens"]
-            raise ValueError(f"max_tokens ({tokens!r}) and max_new_tokens ({new!r}) are the same thing: give one")
-        if (limit := given.pop("max_tokens", None)) is not None:
-            given["max_new_tokens"] = limit
+        for other, own in _OTHER_NAMES.items():
+            if given.get(other) is not None and given.get(own) is not None:
+                raise ValueError(f"{other} ({given[other]!r}) and {own} ({given[own]!r}) are the same thing: give one")
+            if (value := given.pop(other, None)) is not None:
+                given[own] = value
         rules.check_values(given, SAMPLING_RULES)
         return {key: value for key, value in given.items() if value is not None}
+
+    def resumed_seed(self, seed: int, done: int) -> int:  # noqa: ARG002 - other engines need it
+        """See ``Dialect.resumed_seed``. SGLang hashes the seed with each token's position, which goes on by itself."""
+        return seed
 
     def encode_generate(self, prompt: Prompt, rid: str, *, facts: Facts, dp_rank: int | None) -> Call:
         """See ``Dialect.encode_generate``."""
@@ -86,6 +99,7 @@ class SGLangDialect:
             body["input_ids"] = prompt.input_ids
         else:
             body["text"] = prompt.text
+            body.setdefault("return_prompt_token_ids", True)  # without them a partial could not be resumed
         if prompt.image_data is not None:
             body["image_data"] = prompt.image_data
         if dp_rank is not None:
