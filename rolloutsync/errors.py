@@ -14,8 +14,13 @@
     ├── EngineAbortError              the engine ended the sample, unasked, with an error
     ├── PoisonPromptError             engines: two of them died with this sample
     ├── BatchError                    samples, counts: see ``on_error``
+    ├── EpisodeError                  episodes, counts: the same of a map
+    ├── CollectError                  collected, counts: a collect broke off
     ├── ControlError                  answers, errors: a control verb failed at some engines
-    └── NotIdleError                  report: the drain ended without proof of idle
+    ├── NotIdleError                  report: the drain ended without proof of idle
+    └── WeightUpdateError             report: engines did not get the weights, or another update is running
+
+``EpisodeInterrupt`` is no error but a BaseException: it ends an episode whose engines are drained.
 
 Bad arguments are a plain ``ValueError`` or ``TypeError`` that names the field and the value.
 """
@@ -25,7 +30,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 _MESSAGE_LIMIT = 1500
 
@@ -67,25 +72,36 @@ class RolloutError(Exception):
     """Base of all rolloutsync errors.
 
     Attributes:
+        message: The message alone, without engine, rid and attempts.
         engine: URL of the engine concerned, or None.
         rid: Request id concerned, or None.
         attempts: Requests sent for that sample so far.
     """
 
+    _defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Moves the defaults of annotated attributes from the class to its instances.
+
+        ``ray.get`` raises an instance of a class made of Ray's error and ours, which asks the original for every
+        attribute that it does not find itself; a default on the class it would find.
+        """
+        super().__init_subclass__()
+        own = {name: vars(cls)[name] for name in vars(cls).get("__annotations__", {}) if name in vars(cls)}
+        cls._defaults = {**cls._defaults, **own}
+        for name in own:
+            delattr(cls, name)
+
     def __init__(
         self, message: str, *, engine: str | None = None, rid: str | None = None, attempts: int = 0, **facts: Any
     ) -> None:
         super().__init__(clip(message))
+        self.message = clip(message)
         self.engine = engine
         self.rid = rid
         self.attempts = attempts
-        for name, value in facts.items():
+        for name, value in {**self._defaults, **facts}.items():
             setattr(self, name, value)
-
-    @property
-    def message(self) -> str:
-        """The message alone, without engine, rid and attempts."""
-        return str(self.args[0])
 
     def __str__(self) -> str:
         known = {"engine": self.engine, "rid": self.rid, "attempts": self.attempts or None}
@@ -93,7 +109,7 @@ class RolloutError(Exception):
         return f"{self.message} [{tail}]" if tail else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _revive, (type(self), self.message, self._travelling(), _portable(self.__cause__))
+        return _revive, (type(self), self.message, self._travelling(), portable(self.__cause__))
 
     def _travelling(self) -> dict[str, Any]:
         """What a pickle carries beside the message."""
@@ -117,7 +133,7 @@ def _revive(cls: type[RolloutError], message: str, facts: dict[str, Any], cause:
     return error
 
 
-def _portable(cause: BaseException | None) -> BaseException | None:
+def portable(cause: BaseException | None) -> BaseException | None:
     """The cause itself if it pickles, else a stand-in with its type and text (foreign errors may hold sockets)."""
     if cause is None:
         return None
@@ -208,6 +224,44 @@ class BatchError(RolloutError):
         return {**vars(self), "samples": [_without_cargo(sample) for sample in failed[:8]]}
 
 
+class CollectError(RolloutError):
+    """A ``collect`` broke off: ``accept``, its source or an item raised (``__cause__``), or every sample failed.
+
+    Attributes:
+        collected: The ``Collected`` so far: nothing is lost. A pickle does not carry it.
+        counts: Number of groups in each of its lists.
+    """
+
+    collected: Any = None
+    counts: dict[str, int]
+
+    def _travelling(self) -> dict[str, Any]:
+        return {**vars(self), "collected": None}
+
+
+class EpisodeError(RolloutError):
+    """Episodes failed and ``on_error`` says that this is an error.
+
+    Attributes:
+        episodes: The complete list, in order (a pickle carries the first eight failed ones only, if they pickle).
+        counts: Number of episodes by status.
+    """
+
+    episodes: list[Any]
+    counts: dict[str, int]
+
+    def _travelling(self) -> dict[str, Any]:
+        failed = [episode for episode in self.episodes if episode.error is not None][:8]
+        return {**vars(self), "episodes": [episode for episode in failed if portable(episode) is episode]}
+
+
+class EpisodeInterrupt(BaseException):
+    """An episode is to end now: its engines were drained, the client closed, or its map left.
+
+    A BaseException, so that ``except Exception`` in a tool does not swallow it. ``try``/``finally`` runs as always.
+    """
+
+
 class ControlError(RolloutError):
     """A control verb failed at some engines.
 
@@ -226,6 +280,16 @@ class NotIdleError(RolloutError):
 
     Attributes:
         report: The ``DrainReport``: per engine the state, what remained and which rids.
+    """
+
+    report: Any = None
+
+
+class WeightUpdateError(RolloutError):
+    """Engines did not get the weights; they are quarantined as stale. Or the call cannot be made now.
+
+    Attributes:
+        report: The ``UpdateReport``, engine by engine; None where no update was made.
     """
 
     report: Any = None

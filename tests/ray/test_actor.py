@@ -157,7 +157,6 @@ def test_errors_arrive_as_their_own_type(cluster: ModuleType, actor: Any, fleet:
         cluster.get(actor.abort_until_idle.remote(scope="everything"))
 
 
-@pytest.mark.xfail(reason="class-level defaults in rolloutsync.errors hide the facts of the original")
 def test_every_attribute_of_an_error_arrives(cluster: ModuleType) -> None:
     """Also those that have a default: Ray's class of two parents must not answer with that."""
     made = [
