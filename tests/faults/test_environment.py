@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -121,3 +122,33 @@ def test_redirects_are_refused(client_to: MakeClient, status: str) -> None:
         assert engine.counts()["/generate/"] == 0
         posts = [request.method for request in engine.server.requests if "generate" in request.path]
         assert posts == ["POST"]
+
+
+ODD_INFO: dict[str, Script] = {
+    "a list": [answer(b"[]")],
+    "null": [answer(b"null")],
+    "a page": [answer(b"<html>")],
+    "nothing": [answer(b"")],
+    "an error": error_answer("500 Oops"),
+    "missing": error_answer("404 Not Found"),
+    "forbidden": error_answer("401 Unauthorized"),
+    "no limit": [answer(b'{"max_running_requests": null, "dp_size": null, "version": null}')],
+    "words": [answer(b'{"max_running_requests": "many", "dp_size": "two", "version": 5, "model_path": 7}')],
+    "zero": [answer(b'{"max_running_requests": 0, "dp_size": 0, "internal_states": [{}]}')],
+    "negative": [answer(b'{"max_running_requests": -4, "dp_size": -1, "internal_states": 3}')],
+    "a lot": [answer(b'{"max_running_requests": 1000000000000}')],
+    "no path here": [answer(b'{"model_path": "/nowhere\\u0000/x", "version": "0.5.\\u00b2"}')],
+}
+
+
+def test_engines_that_say_odd_things_of_themselves(client_to: MakeClient) -> None:
+    """What an engine is may stay unknown; it works all the same, beside the others."""
+    paths = ("/server_info", "/get_server_info", "/model_info")
+    with contextlib.ExitStack() as stack:
+        odd = [ScriptedEngine(echo, others=dict.fromkeys(paths, steps)) for steps in ODD_INFO.values()]
+        urls = [stack.enter_context(engine).url for engine in odd]
+        client = client_to(urls, engine_concurrency=None)
+        batch = prompts(len(urls) * 3)
+        check_all(client.generate(batch), batch)
+        assert [(status.url, status.state.value) for status in client.engines()] == [(url, "live") for url in urls]
+        assert all(1 <= status.limit <= 512 for status in client.engines())

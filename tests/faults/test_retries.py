@@ -13,7 +13,9 @@ from rolloutsync import (
     EngineHTTPError,
     EngineState,
     EngineUnavailableError,
+    Job,
     RetryPolicy,
+    RolloutClient,
     Status,
     Timeouts,
 )
@@ -138,6 +140,28 @@ def test_no_live_engine(client_to: MakeClient) -> None:
         assert all(url in str(sample.error) for url in urls)
         assert "refused" in str(sample.error)
         assert sample.attempts == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "close", "drain"])
+def test_waiting_for_an_engine_ends_when_it_is_called_off(client_to: MakeClient, how: str) -> None:
+    """Nobody listens, and samples wait a minute for somebody (default): an abort, close(), a drain end that at once."""
+    client = client_to(unused_url())
+    job = client.start(prompts(4))
+    eventually(lambda: client.stats().waiting < 4, "they wait")
+    with within(1.5):
+        called_off(client, job, how)
+        samples = job.result()
+    assert {(sample.status, sample.attempts, sample.error) for sample in samples} == {(Status.ABORTED, 0, None)}
+
+
+def called_off(client: RolloutClient, job: Job, how: str) -> None:
+    """In one of three ways."""
+    ways: dict[str, Callable[[], object]] = {
+        "abort": job.abort,
+        "close": client.close,
+        "drain": client.abort_until_idle,
+    }
+    ways[how]()
 
 
 def test_an_engine_that_starts_late(client_to: MakeClient) -> None:
@@ -297,8 +321,7 @@ def test_a_long_wait_ends_when_it_is_called_off(client_to: MakeClient, how: str)
         job = client.start([[5]])
         eventually(lambda: client.stats().engines[engine.url].retries == 1, "it rests")
         with within(1.5):
-            ways = {"abort": job.abort, "close": client.close, "drain": client.abort_until_idle}
-            ways[how]()
+            called_off(client, job, how)
             sample = job.result()[0]
         assert (sample.status, sample.attempts, engine.aborted()) == (Status.ABORTED, 1, [])
 
