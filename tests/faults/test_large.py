@@ -21,7 +21,7 @@ from tests.faults.engine import LiveEngine
 from tests.faults.kit import IMPATIENT, MakeClient, check, check_all, check_failed, echo, echo_body, within
 from tests.faults.sinner import Sinner, raw_base64, with_experts
 from tests.kernel import client_states
-from tests.transport.kit import all_at_once
+from tests.transport.kit import all_at_once, reservations
 from tests.wire import (
     Peer,
     Request,
@@ -154,15 +154,7 @@ def test_an_abort_storm_of_large_answers(client_to: MakeClient) -> None:
         job = client.start(prompts(24), return_logprob=False)
         engine.journal.await_running(24)
         budget = client._open().transport._budget
-        most: list[int] = []
-        reserve = budget.reserve
-
-        def watched(size: int, given_up: Callable[[], bool]) -> bool:
-            got = reserve(size, given_up)
-            most.append(budget._reserved)
-            return got
-
-        budget.reserve = watched  # type: ignore[method-assign]
+        most = reservations(budget)
         assert client.abort_until_idle().idle
         assert {(sample.status, len(sample.output_ids)) for sample in job.result()} == {(Status.ABORTED, 1)}
         assert (len(most), max(most) <= 5 * MIB, budget._reserved) == (24, True, 0)

@@ -13,6 +13,7 @@ from rolloutsync.clock import Clock, Deadline
 from rolloutsync.config import Timeouts
 from rolloutsync.errors import TransportError
 from rolloutsync.transport import Lane, Transport
+from rolloutsync.transport.budget import BodyBudget
 from tests.background import in_thread
 
 T = TypeVar("T")
@@ -76,6 +77,20 @@ class Caller:
         except TransportError as error:
             return error
         raise AssertionError(f"the call did not break: {status} {body!r:.80}")
+
+
+def reservations(budget: BodyBudget) -> list[int]:
+    """What is reserved after each reservation from now on."""
+    seen: list[int] = []
+    reserve = budget.reserve
+
+    def watched(size: int, given_up: Callable[[], bool]) -> bool:
+        got = reserve(size, given_up)
+        seen.append(budget._reserved)
+        return got
+
+    budget.reserve = watched  # type: ignore[method-assign]
+    return seen
 
 
 def all_at_once(calls: Iterable[Callable[[], T]]) -> list[Future[T]]:

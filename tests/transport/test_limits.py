@@ -12,7 +12,7 @@ import pytest
 from rolloutsync.errors import Cut, Phase, TransportError
 from tests.background import in_thread
 from tests.processes import run
-from tests.transport.kit import Caller, all_at_once
+from tests.transport.kit import Caller, all_at_once, reservations
 from tests.wire import (
     Request,
     WireServer,
@@ -88,15 +88,7 @@ def test_large_bodies_stay_within_the_budget(call_to: MakeCaller) -> None:
     with WireServer([serve(lambda _: head_of(body) + body)]) as server:
         caller = call_to(server.url, budget_bytes=5 * MIB)
         budget = caller.transport._budget
-        seen: list[int] = []
-        reserve = budget.reserve
-
-        def watched(size: int, given_up: Callable[[], bool]) -> bool:
-            got = reserve(size, given_up)
-            seen.append(budget._reserved)
-            return got
-
-        budget.reserve = watched  # type: ignore[method-assign]
+        seen = reservations(budget)
         calls = all_at_once([lambda: len(caller.post(seconds=30.0))] * 12)
         assert {call.result(30.0) for call in calls} == {2 * MIB}
         assert len(seen) == 12
