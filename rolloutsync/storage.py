@@ -72,7 +72,7 @@ def load_samples(path: str | os.PathLike[str]) -> list[Sample]:
         OSError: The file cannot be read.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             count = _check_head(file, path)
             return [Sample.from_dict(_Part(file, f"{number}/")) for number in range(count)]
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
