@@ -6,12 +6,14 @@ import itertools
 import logging
 import random
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.audit import Audit, make_audit
-from rolloutsync.batch import BatchRules, check_vocabulary, read_batch
+from rolloutsync.batch import BatchRules, Item, check_vocabulary, overridden, read_batch
 from rolloutsync.clock import ActiveTime, Clock, Deadline
+from rolloutsync.collect import Collector, Means, Plan
+from rolloutsync.collected import Collected
 from rolloutsync.controls import Controls
 from rolloutsync.dialects.sglang import SGLangDialect
 from rolloutsync.dump import Dump, make_dump
@@ -22,26 +24,31 @@ from rolloutsync.health import Watcher
 from rolloutsync.idle import Drainer
 from rolloutsync.jobs import Job, SampleFuture
 from rolloutsync.ledger import Ledger
-from rolloutsync.order import Group, Order, Stop
+from rolloutsync.order import Group, Order, Stop, Wanted
+from rolloutsync.quiet import Quiet
+from rolloutsync.resume import Resumed
 from rolloutsync.retry import Judge
 from rolloutsync.rollout import Rollout
-from rolloutsync.sample import Sample
+from rolloutsync.sample import Prompt, Sample
 from rolloutsync.slot import LARGEST_LIMIT
 from rolloutsync.stats import EngineStats, Stats
 from rolloutsync.threads import start_thread
 from rolloutsync.transport import Transport
+from rolloutsync.turn import Stage
+from rolloutsync.weights import Weights
 from rolloutsync.workers import Workers
 
 if TYPE_CHECKING:
     import requests
 
     from rolloutsync.config import ClientConfig
-    from rolloutsync.sample import Prompt
 
 log = logging.getLogger("rolloutsync")
 _names = itertools.count()
 _ABORT_ON_CLOSE_S = 1.0
 _CANCEL_S = 30.0
+_FEWEST_EPISODES = 64
+_MOST_EPISODES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +60,7 @@ class Request:
         timeout: Of the whole call, in seconds of active time; None for no limit of its own.
     """
 
-    items: list[Prompt | Sample]
+    items: list[Item]
     n: int
     timeout: float | None
     on_error: str
@@ -91,9 +98,12 @@ class Core:
         self.ledger = Ledger()
         self.workers = self._make_workers()
         self.drainer = Drainer(self.fleet, self.clock, self.name, self.workers.drop)
+        self.quiet = Quiet(self.fleet, self.drainer, self.clock, self.name)
+        self.weights = Weights(self.fleet, self.quiet, self.transport, self.clock, self.name)
         self._jobs = itertools.count()
-        self._lock = threading.Lock()  # guards: _closed
+        self._lock = threading.Lock()  # guards: _closed, _warned
         self._closed = False
+        self._warned = False  # of partials with penalties
         for url in urls:
             self.add(url)
 
@@ -114,11 +124,16 @@ class Core:
         self.check_open()
         self.watcher.learn_new(limit_s)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called. Does not block."""
+        with self._lock:
+            return self._closed
+
     def check_open(self) -> None:
         """Raise ClientClosedError if it is closed."""
-        with self._lock:
-            if self._closed:
-                raise ClientClosedError("the client is closed")
+        if self.is_closed:
+            raise ClientClosedError("the client is closed")
 
     def vocab_size(self) -> int | None:
         """The smallest known vocabulary of the engines."""
@@ -127,14 +142,23 @@ class Core:
 
     # --- making samples ---
 
-    def read(self, batch: Any, rules: BatchRules) -> list[Prompt | Sample]:
+    def read(self, batch: Any, rules: BatchRules) -> list[Item]:
         """The items of a batch, checked; asks new engines what they are, for the vocabulary."""
         self.check_open()
         items = read_batch(batch, rules)
+        self._warn_of_penalties(items)
         if not all(isinstance(item, Sample) for item in items):
             self.ready()
             check_vocabulary(items, self.vocab_size())
         return items
+
+    def _warn_of_penalties(self, items: list[Item]) -> None:
+        penalised = sum(isinstance(item, Resumed) and item.penalised for item in items)
+        with self._lock:
+            warn, self._warned = penalised and not self._warned, bool(self._warned or penalised)
+        if warn:
+            advice = "engines count the tokens of a resumed request as prompt, to which penalties do not apply"
+            log.warning("%d partials with penalties are resumed: %s; this is said once", penalised, advice)
 
     def start(self, request: Request) -> Job:
         """Admit a job's orders and return it at once."""
@@ -154,29 +178,42 @@ class Core:
         return job
 
     def _orders(self, request: Request, job: int, stop: Stop) -> list[Order]:
-        deadline, now = Deadline.after(self.fleet.active, request.timeout), self.clock.monotonic()
-        active = self.fleet.active.monotonic()
-        orders: list[Order] = []
-        for index, prompt in enumerate(request.items):
-            if isinstance(prompt, Sample):
-                continue
-            group, priority = Group(request.n), int(prompt.fields.get("priority", 0))
-            orders += [
-                Order(
-                    prompt=prompt,
-                    index=index,
-                    member=member,
-                    group=group,
-                    job=job,
-                    deadline=deadline,
-                    admitted_at=now,
-                    admitted_active=active,
-                    priority=priority,
-                    stops=(stop,),
-                )
-                for member in range(request.n)
-            ]
-        return orders
+        deadline = Deadline.after(self.fleet.active, request.timeout)
+        wanted: list[Wanted] = []
+        for index, item in enumerate(request.items):
+            group = Group(request.n)
+            if isinstance(item, Resumed):
+                wanted.append(Wanted(item.prompt, index, 0, group, item.base))
+            elif isinstance(item, Prompt):
+                wanted += [Wanted(item, index, member, group) for member in range(request.n)]
+        return self._make_orders(wanted, job, stop, deadline)
+
+    def _make_orders(self, wanted: list[Wanted], job: int, stop: Stop, deadline: Deadline) -> list[Order]:
+        now, active = self.clock.monotonic(), self.fleet.active.monotonic()
+        return [
+            Order(
+                prompt=one.prompt if one.base is not None else self._of_member(one.prompt, one.member),
+                index=one.index,
+                member=one.member,
+                group=one.group,
+                job=job,
+                deadline=deadline,
+                admitted_at=now,
+                admitted_active=active,
+                priority=int(one.prompt.fields.get("priority", 0)),
+                stops=(stop,),
+                base=one.base,
+            )
+            for one in wanted
+        ]
+
+    def _of_member(self, prompt: Prompt, member: int) -> Prompt:
+        """The prompt of one member: a seed is the first member's, and one more for each further member."""
+        params = prompt.sampling_params
+        seed = params.get(self.dialect.seed)
+        if seed is None or member == 0:
+            return prompt
+        return replace(prompt, sampling_params={**params, self.dialect.seed: int(seed) + member})
 
     def submit(self, request: Request) -> SampleFuture:
         """Admit a single order; its future."""
@@ -189,6 +226,49 @@ class Core:
         future.set_running_or_notify_cancel()
         self.workers.admit(self._orders(request, number, stop), lambda _, sample: future.set_result(sample))
         return future
+
+    def collect(self, plan: Plan, rules: BatchRules) -> Collected:
+        """Block until a collect has ended. It is one job, whatever it submits."""
+        self.ready()
+        number, stop, never = next(self._jobs), Stop(), Deadline.after(self.clock, None)
+        rules = replace(rules, keep_partials=plan.keep_partials)
+        means = Means(
+            read=lambda items, n: self.read(items, replace(rules, n=n)),
+            of_member=self._of_member,
+            admit=lambda wanted, deliver: self.workers.admit(self._make_orders(wanted, number, stop, never), deliver),
+            abort=lambda timeout: self._abort_job(number, timeout),
+            stop=stop,
+            clock=self.clock,
+            deadline=Deadline.after(self.fleet.active, plan.timeout),
+        )
+        return Collector(plan, means).run()
+
+    def stage(self, rules: BatchRules, timeout: float | None) -> Stage:
+        """What the episodes of one map need; the map is one job. Asks new engines what they are."""
+        self.ready()
+        number, stop = next(self._jobs), Stop()
+
+        def make(wanted: Wanted, deadline: Deadline) -> Sample:
+            return self.workers.lend(self._make_orders([wanted], number, stop, deadline)[0])
+
+        return Stage(
+            name=self.name,
+            job=number,
+            clock=self.clock,
+            active=self.fleet.active,
+            deadline=Deadline.after(self.fleet.active, timeout),
+            cuts=lambda: self.fleet.cuts,
+            cuts_before=self.fleet.cuts,
+            closed=lambda: self.is_closed,
+            read=lambda item, own, fields: self.read([item], overridden(rules, own, fields))[0],
+            make=make,
+            abort=lambda limit: self._abort_job(number, limit),
+            stop=stop,
+        )
+
+    def episodes_at_once(self, wanted: int | None) -> int:
+        """How many threads a map may have; the number of requests that engines take is a good guess."""
+        return wanted or max(_FEWEST_EPISODES, min(_MOST_EPISODES, self.fleet.capacity()))
 
     def _abort_job(self, job: int, timeout: float) -> None:
         self.workers.drop(job)
@@ -242,6 +322,7 @@ class Core:
         self.workers.close()
         if self.fleet.leases():
             self.drainer.abort_own(deadline.within(_ABORT_ON_CLOSE_S), of=lambda _: True)
+        self.quiet.let_go()
         left = self.transport.close(deadline.within(timeout))
         left += self.workers.join(deadline)
         left += self.watcher.close(deadline.within(timeout))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.batch import BatchRules, check_fields
 from rolloutsync.client.between import BetweenSteps
 from rolloutsync.client.members import Members
+from rolloutsync.collect import Plan
 from rolloutsync.config import (
     GIB,
     ClientConfig,
     RetryPolicy,
     Timeouts,
+    check_bool,
     check_count,
     check_has,
     check_number,
@@ -19,17 +22,21 @@ from rolloutsync.config import (
     parse_urls,
 )
 from rolloutsync.core import Core, Request
+from rolloutsync.episodes import EpisodeRun, check_episode
 from rolloutsync.jobs import Job, check_on_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from concurrent.futures import Future
+    from collections.abc import Callable, Iterable
+    from concurrent.futures import Executor, Future
     from types import TracebackType
 
     import requests
 
+    from rolloutsync.collected import Collected
     from rolloutsync.dialects.base import Dialect
+    from rolloutsync.episodes import Episode
     from rolloutsync.sample import Sample
+    from rolloutsync.turn import Turn
 
 _DIALECTS = ("auto", "sglang")
 
@@ -110,6 +117,7 @@ class RolloutClient(BetweenSteps, Members):
         timeout: float | None = None,
         on_error: str = "auto",
         progress: bool | None = None,
+        keep_partials: bool = True,
         **request_fields: Any,
     ) -> list[Sample]:
         """Make ``n`` samples of each prompt. Blocks until every one has ended.
@@ -120,7 +128,9 @@ class RolloutClient(BetweenSteps, Members):
             batch: A list of text, token ids (list, tuple, numpy, torch), dicts in the engine's own words
                 (``text``/``prompt``, ``input_ids``/``prompt_token_ids``, ``messages``, ``sampling_params``,
                 ``image_data``, ``metadata``, further fields are sent through), ``Prompt`` and ``Sample`` in any mix.
-                A finished sample is returned untouched; a failed one, or one without any token, starts anew.
+                A finished sample is returned untouched. A partial goes on where it was cut: its tokens are sent as part
+                of the prompt, with what is left of its budget; its own parameters and fields hold. A failed one, or one
+                without any token, starts anew.
             sampling_params: A dict or an object with such attributes, in the engine's words; never changed. An item's
                 own override it key by key.
             n: Samples of each prompt; each is a request of its own.
@@ -129,6 +139,7 @@ class RolloutClient(BetweenSteps, Members):
             on_error: "auto": return all, warn of failed ones, raise only if all failed; "return": never raise;
                 "raise": raise on any.
             progress: A tqdm bar; None takes the client's default.
+            keep_partials: False starts partials over from their bare prompts.
             **request_fields: Sent with every request: ``return_logprob`` (True unless given), ``logprob_start_len``,
                 ``top_logprobs_num``, ``return_routed_experts``, ``return_hidden_states``, ``priority`` (higher first,
                 here too), ``session_id``, ``lora_path``, ...
@@ -137,7 +148,8 @@ class RolloutClient(BetweenSteps, Members):
             ``len(batch) * n`` samples, prompt-major, in input order.
 
         Raises:
-            ValueError, TypeError: Bad input, named; nothing was sent.
+            ValueError, TypeError: Bad input, named; nothing was sent. So is a partial that cannot be continued
+                exactly: one with a grammar, or of a text whose token ids the engine did not tell.
             BatchError: See ``on_error``; ``.samples`` is the complete list.
             ClientClosedError: Closed.
         """
@@ -148,6 +160,7 @@ class RolloutClient(BetweenSteps, Members):
             timeout=timeout,
             on_error=on_error,
             progress=progress,
+            keep_partials=keep_partials,
             **request_fields,
         )
         with job:
@@ -162,6 +175,7 @@ class RolloutClient(BetweenSteps, Members):
         timeout: float | None = None,
         on_error: str = "auto",
         progress: bool | None = None,
+        keep_partials: bool = True,
         **request_fields: Any,
     ) -> Job:
         """``generate`` without waiting: a ``Job`` to iterate over, to ask for groups or the result, or to abort.
@@ -172,9 +186,10 @@ class RolloutClient(BetweenSteps, Members):
         check_on_error(on_error)
         check_count("n", n)
         limit = _seconds(timeout)
-        check_switch("progress", progress)
-        bar = self._config.progress if progress is None else progress
-        items = core.read(batch, self._rules(core.dialect, sampling_params, request_fields, n))
+        bar = self._bar(progress)
+        check_bool("keep_partials", keep_partials)
+        rules = self._rules(core.dialect, sampling_params, request_fields, n)
+        items = core.read(batch, replace(rules, keep_partials=keep_partials))
         return core.start(Request(items=items, n=n, timeout=limit, on_error=on_error, progress=bar))
 
     def submit(
@@ -194,6 +209,148 @@ class RolloutClient(BetweenSteps, Members):
         core, limit = self._open(), _seconds(timeout)
         items = core.read([prompt], self._rules(core.dialect, sampling_params, request_fields, 1))
         return core.submit(Request(items=items, n=1, timeout=limit, on_error="return", progress=False))
+
+    def collect(
+        self,
+        prompts: Iterable[Any],
+        sampling_params: Any = None,
+        *,
+        n: int,
+        target: int,
+        accept: Callable[[list[Sample]], object] | None = None,
+        oversample: float = 1.5,
+        in_flight: int | None = None,
+        executor: Executor | None = None,
+        timeout: float | None = None,
+        progress: bool | None = None,
+        keep_partials: bool = True,
+        **request_fields: Any,
+    ) -> Collected:
+        """Make groups of ``n`` samples until ``target`` of them are accepted, then abort the rest. Blocks until then.
+
+        A little more is in flight than is missing, so that nobody waits for the longest; a rejected group is replaced.
+        The end touches this call's own requests alone. Nothing is lost: finished groups that are not needed come back
+        as ``surplus``, unfinished ones as ``partials``. Which groups come first depends on their length: what is
+        always cut short is the long ones, unless ``partials`` go on in the next call::
+
+            stream = iter(dataset)
+            while True:
+                got = client.collect(itertools.chain(carried, stream), params, n=8, target=128, accept=mixed)
+                carried = got.partials
+
+        Args:
+            prompts: A list or an iterator (it may be endless) of what ``generate`` takes as items; read no further
+                than needed. An item may also be a list of ``n`` samples, a group of an earlier call: its finished
+                members are kept, the others go on (failed ones, and those without tokens, start anew).
+            sampling_params: As for ``generate``.
+            n: Samples of each group.
+            target: Groups that are to be accepted.
+            accept: Judges a whole group, its n samples by member, as soon as it has finished; anything true accepts.
+                It may replace samples in the list that it gets, by such with a ``reward``. Called in this thread, one
+                group at a time. Groups with a FAILED member are rejected unasked. None accepts every other group.
+            oversample: Groups in flight (or being judged) for each one that is missing; at least 1.
+            in_flight: Groups in flight whatever is missing; takes the place of ``oversample``.
+            executor: A ``concurrent.futures.Executor`` in which ``accept`` runs instead, several at a time. It is not
+                waited for at the end: groups whose verdict is late are surplus.
+            timeout: Seconds; pauses by this client do not count. What is there by then is returned, and flagged.
+            progress: A tqdm bar of accepted groups; None takes the client's default.
+            keep_partials: False: unfinished samples in ``prompts`` lose their tokens and start anew.
+            **request_fields: As for ``generate``.
+
+        Returns:
+            Groups, surplus, rejected, partials; ``ended`` says why it ended. ``complete`` is False, and a WARNING
+            says so, where the prompts or the time ran out before the target, or (without a WARNING) where somebody
+            aborted its requests: a drain, ``close``.
+
+        Raises:
+            ValueError, TypeError: A bad argument, or bad first items, named; nothing was sent.
+            CollectError: ``accept``, the iterator or a later item raised (``__cause__``), or every sample of many
+                groups in a row failed; ``.collected`` has all that is there.
+            ClientClosedError: Closed before anything was sent.
+        """
+        core = self._open()
+        plan = Plan(
+            prompts=prompts,
+            n=n,
+            target=target,
+            accept=accept,
+            oversample=oversample,
+            in_flight=in_flight,
+            executor=executor,
+            timeout=timeout,
+            progress=self._bar(progress),
+            keep_partials=keep_partials,
+        )
+        return core.collect(plan, self._rules(core.dialect, sampling_params, request_fields, n))
+
+    def map(
+        self,
+        episode: Callable[[Turn, Any], Any],
+        items: Iterable[Any],
+        *,
+        sampling_params: Any = None,
+        concurrency: int | None = None,
+        timeout: float | None = None,
+        on_error: str = "auto",
+        progress: bool | None = None,
+        **request_fields: Any,
+    ) -> list[Episode]:
+        """Multi-turn rollouts: call ``episode(turn, item)`` for each item, each in a thread. Blocks until all ended.
+
+        An episode is plain blocking code; each ``turn.generate`` in it is one request::
+
+            def episode(turn, question):
+                ids = tokenize(question)
+                call = turn.generate(ids)
+                ids = [*ids, *call.output_ids, *tokenize(run_tool(call.text))]
+                return score(turn.generate(ids, {"max_new_tokens": 64}))
+
+        Its turns stay on one engine and DP rank (for the prefix cache), also while others are less busy; they move when
+        that engine dies, leaves or refuses a turn. A slow tool keeps nobody but its own episode waiting. An exception
+        fails its item alone.
+
+        ``abort_until_idle``, ``pause("abort")`` and ``close`` in another thread interrupt every episode of the map:
+        at once in a turn, else at its next one, or before it begins. ``turn.generate`` then raises
+        ``EpisodeInterrupt``, which is no ``Exception``; an episode that swallows it gets it again at each turn, and is
+        INTERRUPTED whatever it returns. Ctrl-C does the same and ends within two seconds. Where an episode is still
+        busy with other things 5 s after ``close`` or the end of ``timeout``, its item is answered without it; its
+        thread, a daemon, is named in a WARNING.
+
+        Args:
+            episode: The function. It runs in many threads at once.
+            items: Anything; one episode each.
+            sampling_params: Defaults for all turns; a turn's own override them key by key. A seed is the first turn's,
+                and one more for each further turn.
+            concurrency: Episodes at once, each a thread. None: as many as the engines take requests, at least 64 and
+                at most 1024.
+            timeout: Seconds for the whole call; pauses by this client do not count. Turns fail from then on.
+            on_error: As for ``generate``, of episodes: a FAILED one is one whose function raised.
+            progress: A tqdm bar of episodes; None takes the client's default.
+            **request_fields: Defaults for all turns.
+
+        Returns:
+            One ``Episode`` for each item, in input order: value, status, error, and a transcript whose ``segments``
+            are training samples.
+
+        Raises:
+            ValueError, TypeError: A bad argument, named; no episode began.
+            EpisodeError: See ``on_error``; ``.episodes`` is the complete list.
+            ClientClosedError: Closed before it began.
+        """
+        core = self._open()
+        check_on_error(on_error)
+        check_episode(episode)
+        if concurrency is not None:
+            check_count("concurrency", concurrency)
+        limit, bar = _seconds(timeout), self._bar(progress)
+        rules = self._rules(core.dialect, sampling_params, request_fields, 1)
+        stage = core.stage(rules, limit)
+        run = EpisodeRun(stage, episode, list(items), concurrency=core.episodes_at_once(concurrency), progress=bar)
+        return run.result(on_error)
+
+    def _bar(self, progress: Any) -> bool | None:
+        check_switch("progress", progress)
+        return self._config.progress if progress is None else progress
 
     def _rules(self, dialect: Dialect, sampling_params: Any, request_fields: dict[str, Any], n: int) -> BatchRules:
         check_fields(request_fields)
