@@ -40,7 +40,7 @@ SETTLE_S = 5.0
 CONTROL_S = 2.0
 LAST_PROMPTS = 64
 LAST_TOKENS = 32
-THINK_S = 2.0
+THINK_S = 4.0
 STEP_S = 8.0
 SHOWN = 5
 
@@ -69,7 +69,7 @@ class Options:
     engines: int = 4
     callers: int = 200
     clients: int = 1
-    running: int = 48
+    running: int = 32
     speed: float = 60.0
     dead_s: float = 3.0
     sample_s: float = 90.0
