@@ -25,6 +25,7 @@ from rolloutsync.errors import (
     RolloutError,
     TransportError,
     UnsupportedError,
+    WeightUpdateError,
 )
 from rolloutsync.idle import DrainReport
 from rolloutsync.jobs import Job
@@ -34,6 +35,9 @@ from rolloutsync.sample import Finish, Prompt, Sample, Status, Timing, TopLogpro
 from rolloutsync.slot import EngineState, EngineStatus
 from rolloutsync.stats import EngineStats, Stats
 from rolloutsync.sweep import EngineDrain
+from rolloutsync.weight_groups import WeightGroup
+from rolloutsync.weight_report import EngineUpdate, UpdateReport, UpdateState
+from rolloutsync.weight_update import WeightUpdate
 
 __all__ = [
     "Audit",
@@ -49,6 +53,7 @@ __all__ = [
     "EngineStats",
     "EngineStatus",
     "EngineUnavailableError",
+    "EngineUpdate",
     "Finish",
     "ForkedError",
     "IdleState",
@@ -70,7 +75,12 @@ __all__ = [
     "TopLogprobs",
     "TransportError",
     "UnsupportedError",
+    "UpdateReport",
+    "UpdateState",
+    "WeightGroup",
     "WeightSpan",
+    "WeightUpdate",
+    "WeightUpdateError",
     "install_sigterm",
 ]
 

@@ -1,18 +1,26 @@
-"""The verbs between steps: drains, pauses, memory, anything that an engine can be told."""
+"""The verbs between steps: drains, pauses, memory, weights, anything that an engine can be told."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.clock import Deadline
-from rolloutsync.config import check_number
+from rolloutsync.config import check_count, check_number
 from rolloutsync.controls import control_call
 from rolloutsync.owner import CoreOwner
+from rolloutsync.weight_update import DEFAULT_GROUP
+from rolloutsync.weights import VERIFY
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
+    from contextlib import AbstractContextManager
 
+    from rolloutsync.core import Core
     from rolloutsync.idle import DrainReport
+    from rolloutsync.weight_groups import WeightGroup
+    from rolloutsync.weight_report import UpdateReport
+    from rolloutsync.weight_update import WeightUpdate
 
 _SCOPES = ("engine", "own")
 _LEARN_BEFORE_DRAIN_S = 2.0
@@ -50,6 +58,7 @@ class BetweenSteps(CoreOwner):
         _check_scope(scope)
         check_number("timeout", timeout)
         core = self._open()
+        core.quiet.check_free("abort_until_idle()")
         deadline = Deadline.after(core.clock, timeout)
         core.ready(deadline.within(_LEARN_BEFORE_DRAIN_S))
         drain = core.drainer.drain_own if scope == "own" else core.drainer.drain
@@ -62,7 +71,7 @@ class BetweenSteps(CoreOwner):
         Raises:
             ControlError: Some engine did not answer, or refused; the gate stays closed until ``resume``.
         """
-        self._ready().controls.pause(mode)
+        self._free("pause()").controls.pause(mode)
 
     def resume(self) -> None:
         """Continue every engine and let requests leave again, also after ``abort_until_idle(keep_closed=True)``.
@@ -70,7 +79,158 @@ class BetweenSteps(CoreOwner):
         Raises:
             ControlError: Some engine did not answer, or refused; requests still wait.
         """
-        self._ready().controls.resume()
+        self._free("resume()").controls.resume()
+
+    def _free(self, verb: str) -> Core:
+        core = self._ready()
+        core.quiet.check_free(verb)
+        return core
+
+    def quiesced(self, mode: str = "abort", *, timeout: float = 60.0) -> AbstractContextManager[DrainReport | None]:
+        """Keep every engine quiet within a ``with`` block. Entering blocks until they are.
+
+        This client's requests wait meanwhile, and their deadlines stand still. Leaving the block, however that
+        happens, continues the engines and lets requests leave; one that does not answer then gets no traffic until
+        ``resume()`` reaches it. Blocks nest, also over threads: the last one out continues. ``pause``, ``resume`` and
+        ``abort_until_idle`` are refused inside.
+
+        Args:
+            mode: "abort": aborted, proven idle, then paused; ``release_memory`` may follow. "hold": running requests
+                stand still where they are and go on after. "retract": they go back into the queue, without their cache.
+                Engines that ``pause()`` holds already stay as they are in the latter two, also after the block.
+            timeout: Seconds for the drain of mode "abort".
+
+        Returns:
+            A context manager; with mode "abort" its value is the ``DrainReport``, else None.
+
+        Raises:
+            NotIdleError: On entering: a live engine could not be proven idle.
+            ControlError: On entering: a live engine could not be paused.
+            ValueError: An unknown mode, or another mode inside a block of "hold" or "retract".
+        """
+        check_number("timeout", timeout)
+        core = self._ready()
+        core.dialect.weights.pause_mode(mode)
+        return core.quiet.block(mode, timeout)
+
+    # --- weights ---
+
+    def weight_update(
+        self,
+        version: str | int | None = None,
+        mode: str = "abort",
+        *,
+        verify: str | None = None,
+        raise_on_stale: bool = True,
+        timeout: float = 60.0,
+    ) -> AbstractContextManager[WeightUpdate]:
+        """Give every engine new weights, in any number of buckets, within a ``with`` block.
+
+        Entering makes the engines quiet, as ``quiesced(mode)`` does; leaving awaits the buckets, empties the caches
+        once, names the weights, reads the name back, and lets the engines go on. From then on only engines with these
+        weights get traffic. An engine that failed is quarantined as stale; the others go on. A broadcast that does not
+        reach one engine makes all of them stale, and its group is destroyed. They all take part in the next update.
+
+        An exception in the block goes on its way after the engines were continued; engines that had been sent
+        anything are stale. Weight calls may take ``Timeouts.long_control_s`` each and are never re-sent. One update at
+        a time; the update itself may be used from several threads.
+
+        Args:
+            version: The label of these weights; None counts on from the highest number that is known.
+            mode: See ``quiesced``. With "hold", caches that requests stand on cannot be emptied.
+            verify: "checksum": engines of the same make must have equal sums over their weights, by their own word;
+                without a majority all of those are stale. None trusts them.
+            raise_on_stale: False leaves stale engines to ``update.report``.
+            timeout: Seconds for the drain of mode "abort".
+
+        Returns:
+            A context manager of a ``WeightUpdate``: ``from_distributed``, ``from_tensor``, ``from_disk``, ``report``.
+
+        Raises:
+            WeightUpdateError: On leaving: some engine is stale; ``.report`` says why. On entering: another update runs.
+            NotIdleError, ControlError, ValueError: On entering, as for ``quiesced``.
+            EngineUnavailableError: On entering: there is no engine to be updated.
+        """
+        check_number("timeout", timeout)
+        _check_verify(verify)
+        core = self._ready()
+        core.dialect.weights.pause_mode(mode)
+        return core.weights.update(version, mode, verify=verify, raise_on_stale=raise_on_stale, timeout=timeout)
+
+    def update_weights_from_disk(
+        self,
+        path: str | os.PathLike[str],
+        version: str | int | None = None,
+        mode: str = "abort",
+        *,
+        verify: str | None = None,
+        raise_on_stale: bool = True,
+        timeout: float = 60.0,
+        **fields: Any,
+    ) -> UpdateReport:
+        """Make every engine load a checkpoint: a ``weight_update`` with one bucket. Blocks until they go on.
+
+        Args:
+            path: As the engines see it.
+            version: As for ``weight_update``, like what follows.
+            mode: See ``quiesced``.
+            verify: None or "checksum".
+            raise_on_stale: False returns the report instead of raising.
+            timeout: Seconds for the drain of mode "abort".
+            **fields: Sent through, such as ``load_format``.
+
+        Returns:
+            What it came to, engine by engine; ``print`` shows a table.
+
+        Raises:
+            As ``weight_update``.
+        """
+        with self.weight_update(version, mode, verify=verify, raise_on_stale=raise_on_stale, timeout=timeout) as update:
+            update.from_disk(path, **fields)
+        assert update.report is not None
+        return update.report
+
+    def weight_versions(self) -> dict[str, str | None]:
+        """Ask every engine what it calls its weights, by URL. Blocks for at most ``Timeouts.control_s``.
+
+        None where an engine does not answer or does not say.
+        """
+        return self._ready().weights.versions()
+
+    def init_group(
+        self, master_address: str, master_port: int, *, group_name: str = DEFAULT_GROUP, backend: str = "nccl"
+    ) -> WeightGroup:
+        """Make every engine join a process group with the caller, who is rank 0. Does not wait for them.
+
+        They answer once all ranks are there, so join as rank 0 with ``world_size`` of what this returns, then
+        ``wait()``. Each engine gets as many ranks as its tensor-parallel size, from 1 on, in the fleet's order.
+
+        Args:
+            master_address: Of the rendezvous, as the engines reach it.
+            master_port: Of the rendezvous.
+            group_name: To be named by ``from_distributed``.
+            backend: "nccl" or "gloo".
+
+        Returns:
+            The group: ``world_size``, ``rank_offsets`` by URL, ``wait(timeout)``, which raises a ``WeightUpdateError``
+            where an engine could not join.
+
+        Raises:
+            WeightUpdateError: There is such a group.
+            ProtocolError: An engine does not say its tensor-parallel size.
+        """
+        check_count("master_port", master_port)
+        return self._ready().weights.groups.init(master_address, master_port, group_name, backend)
+
+    def destroy_group(self, group_name: str = DEFAULT_GROUP) -> None:
+        """Make every engine leave a group; no error where there is none. Blocks for at most ten seconds.
+
+        Raises:
+            WeightUpdateError: Some engine did not answer, or refused.
+        """
+        self._ready().weights.groups.destroy(group_name)
+
+    # --- single calls ---
 
     def flush_cache(self) -> None:
         """Empty every engine's prefix cache. A busy engine refuses.
@@ -118,3 +278,8 @@ class BetweenSteps(CoreOwner):
 def _check_scope(scope: Any) -> None:
     if scope not in _SCOPES:
         raise ValueError(f"scope must be one of {_SCOPES}, got {scope!r}")
+
+
+def _check_verify(verify: Any) -> None:
+    if verify not in VERIFY:
+        raise ValueError(f"verify must be one of {VERIFY}, got {verify!r}")

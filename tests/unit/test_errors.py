@@ -20,12 +20,14 @@ from rolloutsync.errors import (
     Phase,
     RolloutError,
     TransportError,
+    WeightUpdateError,
     clip,
 )
 from rolloutsync.idle import DrainReport
 from rolloutsync.proof import IdleState
 from rolloutsync.sample import Prompt, Sample, Status
 from rolloutsync.sweep import EngineDrain
+from rolloutsync.weight_report import EngineUpdate, UpdateReport, UpdateState
 
 from .makers import prompt
 
@@ -41,6 +43,7 @@ _FACTS: dict[type[RolloutError], dict[str, Any]] = {
     ControlError: {"answers": {"http://a": 1}, "errors": {"http://b": RolloutError("no", engine="http://b")}},
     TransportError: {"phase": Phase.BODY, "cut": Cut.DRAIN},
     EngineHTTPError: {"status": 429, "retry_after": "3", "paused": True},
+    WeightUpdateError: {"report": UpdateReport("12", "abort", (EngineUpdate("http://a", UpdateState.STALE),), 1.5)},
     NotIdleError: {"report": DrainReport((EngineDrain("http://a", IdleState.BUSY, rids=("r",)),), 1.5)},
 }
 
