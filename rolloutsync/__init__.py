@@ -9,15 +9,20 @@ import logging
 
 from rolloutsync.audit import Audit, OpenSample, Orphan
 from rolloutsync.client import RolloutClient
+from rolloutsync.collected import Collected
 from rolloutsync.config import RetryPolicy, Timeouts
+from rolloutsync.episodes import Episode, EpisodeStatus
 from rolloutsync.errors import (
     BatchError,
     ClientClosedError,
+    CollectError,
     ControlError,
     DeadlineExceededError,
     EngineAbortError,
     EngineHTTPError,
     EngineUnavailableError,
+    EpisodeError,
+    EpisodeInterrupt,
     ForkedError,
     NotIdleError,
     PoisonPromptError,
@@ -34,7 +39,10 @@ from rolloutsync.proof import IdleState
 from rolloutsync.sample import Finish, Prompt, Sample, Status, Timing, TopLogprobs, WeightSpan
 from rolloutsync.slot import EngineState, EngineStatus
 from rolloutsync.stats import EngineStats, Stats
+from rolloutsync.storage import load_samples, save_samples
 from rolloutsync.sweep import EngineDrain
+from rolloutsync.transcript import Transcript, TranscriptSegment
+from rolloutsync.turn import Turn
 from rolloutsync.weight_groups import WeightGroup
 from rolloutsync.weight_report import EngineUpdate, UpdateReport, UpdateState
 from rolloutsync.weight_update import WeightUpdate
@@ -43,6 +51,8 @@ __all__ = [
     "Audit",
     "BatchError",
     "ClientClosedError",
+    "CollectError",
+    "Collected",
     "ControlError",
     "DeadlineExceededError",
     "DrainReport",
@@ -54,6 +64,10 @@ __all__ = [
     "EngineStatus",
     "EngineUnavailableError",
     "EngineUpdate",
+    "Episode",
+    "EpisodeError",
+    "EpisodeInterrupt",
+    "EpisodeStatus",
     "Finish",
     "ForkedError",
     "IdleState",
@@ -73,7 +87,10 @@ __all__ = [
     "Timeouts",
     "Timing",
     "TopLogprobs",
+    "Transcript",
+    "TranscriptSegment",
     "TransportError",
+    "Turn",
     "UnsupportedError",
     "UpdateReport",
     "UpdateState",
@@ -82,6 +99,8 @@ __all__ = [
     "WeightUpdate",
     "WeightUpdateError",
     "install_sigterm",
+    "load_samples",
+    "save_samples",
 ]
 
 logging.getLogger("rolloutsync").addHandler(logging.NullHandler())

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.errors import BatchError, ForkedError, RolloutError
-from rolloutsync.progress import Progress
+from rolloutsync.progress import LOOK_S, Progress
 from rolloutsync.sample import Sample, Status
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rolloutsync.order import Order, Stop
 
 log = logging.getLogger("rolloutsync.jobs")
-_LOOK_S = 0.5
 _ABORT_S = 30.0
 _LEAVING_S = 0.5
 ON_ERROR = ("auto", "return", "raise")
@@ -60,11 +59,14 @@ class Job:
         self._stop = stop
         self._abort = abort
         self._pid = os.getpid()
-        # _changed's lock guards: _slots, _finished, _tokens, _statuses. Never held across I/O or a user's code.
+        # _changed's lock guards: _slots, _finished, _tokens, _statuses, _missing, _whole. Never held across I/O.
         self._changed = threading.Condition()
         self._finished = [place for place, sample in enumerate(slots) if sample is not None]  # places, in that order
         self._statuses: Counter[Status] = Counter(sample.status for sample in slots if sample is not None)
         self._tokens = 0
+        self._missing = [n] * (len(slots) // n)  # of each group
+        self._whole = 0  # groups
+        self._bar = Progress(len(slots), progress, clock)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -79,7 +81,9 @@ class Job:
             self._slots[place] = sample
             self._finished.append(place)
             self._statuses[sample.status] += 1
-            self._tokens += len(sample.output_ids)
+            self._missing[order.index] -= 1
+            self._whole += self._missing[order.index] == 0
+            self._tokens += order.news(sample)[0]
             self._changed.notify_all()
 
     # --- waiting ---
@@ -93,13 +97,16 @@ class Job:
     def wait(self, timeout: float | None = None) -> bool:
         """Block until every sample has ended, for at most ``timeout`` seconds; whether they have."""
         until = None if timeout is None else self._clock.monotonic() + timeout
-        bar = Progress(len(self._slots), self._progress, self._clock)
+        self._bar.begin()
+        done = False
         try:
-            return self._wait(until, bar)
+            done = self._wait(until)
         finally:
-            bar.close()
+            if done or timeout is None:  # else somebody may wait on
+                self._bar.close()
+        return done
 
-    def _wait(self, until: float | None, bar: Progress) -> bool:
+    def _wait(self, until: float | None) -> bool:
         while True:
             with self._changed:
                 done = len(self._finished) == len(self._slots)
@@ -107,9 +114,8 @@ class Job:
                     left = None if until is None else until - self._clock.monotonic()
                     if left is not None and left <= 0:
                         return False
-                    self._wait_locked(min(_LOOK_S, left or _LOOK_S) if bar.wanted else left)
-                counts = self._counts_locked()
-            bar.show(counts)
+                    self._wait_locked(min(LOOK_S, left or LOOK_S) if self._bar.wanted else left)
+            self._show()
             if done:
                 return True
 
@@ -118,13 +124,13 @@ class Job:
             raise ForkedError("this job belongs to the parent process: its threads do not exist in a forked child")
         self._clock.wait(self._changed, seconds)
 
-    def _counts_locked(self) -> dict[str, int]:
-        return {
-            "done": len(self._finished),
-            "tokens": self._tokens,
-            "aborted": self._statuses[Status.ABORTED],
-            "failed": self._statuses[Status.FAILED],
-        }
+    def _show(self) -> None:
+        with self._changed:
+            done, tokens = len(self._finished), self._tokens
+            aborted, failed = self._statuses[Status.ABORTED], self._statuses[Status.FAILED]
+            groups = {"groups": f"{self._whole}/{len(self._missing)}"} if self._n > 1 else {}
+        rest = {**groups, "in_flight": len(self._slots) - done, "aborted": aborted, "failed": failed}
+        self._bar.show(done, tokens, rest)
 
     def __iter__(self) -> Iterator[Sample]:
         """Samples as they finish; blocks for each next one."""
@@ -137,7 +143,10 @@ class Job:
                 while len(self._finished) <= number:
                     self._wait_locked(None)
                 place = self._finished[number]
+            if self._progress:  # a bar that nobody asked for belongs to blocking calls
+                self._show()
             yield place
+        self._bar.close()
 
     def _at(self, start: int, stop: int) -> list[Sample]:
         with self._changed:
