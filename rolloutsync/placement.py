@@ -57,14 +57,14 @@ def _in_flight(slot: Slot) -> int:
 def _settle(slots: Mapping[str, Slot], order: Order, avoid: str | None) -> Slot | None:
     """The order's home, while it is live and has not just refused it; else the live engine with the fewest homes.
 
-    Homes are counted, not requests: episodes that are busy with their tools will be back.
+    That is for its size. Homes are counted, not requests: episodes that are busy with their tools will be back.
     """
     home = slots.get(order.group.home or "")
     if home is not None and home.is_live and home.engine.url != avoid:
         return home
     live = [slot for slot in slots.values() if slot.is_live]
     live = [slot for slot in live if slot.engine.url != avoid] or live
-    best = min(live, key=lambda slot: (not slot.has_room, len(slot.homes), slot.in_flight), default=None)
+    best = min(live, key=lambda slot: (len(slot.homes) / slot.room, slot.in_flight), default=None)
     if best is not None:
         _move(order, home, best)
     return best
