@@ -164,10 +164,10 @@ class Sequence:
         self.steps.append(steps.in_order(step, quick, slow))
 
     def _first_come(self) -> None:
-        """Two short ones wait; once a place is free, the first of them is first."""
+        """Two wait; once a place is free, the first of them is first, by so much that no thread can mix them up."""
         first, second = self._name(), self._name()
         for place, name in enumerate((first, second), 1):
-            body = generation(3, prompt(4, 70 + place), rid=name)
+            body = generation(RACE_TOKENS, prompt(4, 70 + place), rid=name)
             self.steps.append(steps.begin("a short request waits", name, body, load=(RUNNING_LIMIT, place)))
         victim = self._random.choice(self._running)
         self._forget([victim])
