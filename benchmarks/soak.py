@@ -270,7 +270,7 @@ class Soak:
     def _check_memory(self) -> None:
         early, late, growth = self._witness.growth_mb()
         self.facts += self._witness.facts()
-        self.facts.append(("memory, second and last quarter", f"{early:.0f} MB, {late:.0f} MB"))
+        self.facts.append(("least memory, second and last quarter", f"{early:.0f} MB, {late:.0f} MB"))
         if growth > self.options.memory_mb:
             words = f"{early:.0f} MB in the second quarter, {late:.0f} MB in the last"
             self.findings.add("megabytes grown beyond the limit", words, round(growth - self.options.memory_mb) or 1)

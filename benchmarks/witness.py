@@ -117,11 +117,14 @@ class Witness:
             ]
 
     def growth_mb(self) -> tuple[float, float, float]:
-        """(peak memory of the second quarter, of the last one, the difference), in megabytes."""
+        """(least memory in the second quarter, in the last one, the difference), in megabytes.
+
+        The least, since each of the threads that come and go takes some while it lives.
+        """
         with self._lock:
             sizes = [*self._memory, resident_mb()]
         quarter = max(1, len(sizes) // 4)
-        early, late = max(sizes[quarter : 2 * quarter] or sizes), max(sizes[-quarter:])
+        early, late = min(sizes[quarter : 2 * quarter] or sizes), min(sizes[-quarter:])
         return early, late, late - early
 
 
