@@ -281,8 +281,8 @@ class Collector:
     def _show(self) -> None:
         with self._changed:
             tokens = self._tokens
-        decided = len(self._rows) - self._undecided
-        rest = {"in_flight": self._undecided, "rejected": decided - self._accepted}
+        in_flight = 0 if self._means.stop.is_set else self._undecided
+        rest = {"in_flight": in_flight, "rejected": len(self._rows) - self._undecided - self._accepted}
         self._bar.show(self._accepted, tokens, rest)
 
     # --- one group ---

@@ -6,7 +6,7 @@ never waits behind those of another:
 ======== ======= ==============================================================
 group    threads calls
 ======== ======= ==============================================================
-default  64      ``generate``; the 65th waits in Ray's queue. Another number:
+default  64      ``generate``, ``collect``; the 65th waits in Ray's queue. Another number:
                  ``RolloutActor.options(max_concurrency=256)``
 control  8       verbs that wait for engines: aborts, pauses, memory, ``close``
 look     4       verbs that only look: ``stats``, ``audit``, ``dump``, ...
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rolloutsync.audit import Audit
+    from rolloutsync.collected import Collected
     from rolloutsync.dialects.base import LoadReading
     from rolloutsync.idle import DrainReport
     from rolloutsync.sample import Sample
@@ -88,6 +89,14 @@ class RolloutWorker:
                 if _canceled():
                     job.abort()
             return job.result()
+
+    def collect(self, prompts: Any, sampling_params: Any = None, **options: Any) -> Collected:
+        """``RolloutClient.collect``, with a list of prompts and without ``executor``; shows no progress bar.
+
+        ``accept`` is pickled and runs in the actor, in this call's thread. A ``CollectError`` brings counts alone.
+        ``ray.cancel`` does not end it: ``abort_until_idle`` does, and it returns what there is.
+        """
+        return self.client.collect(prompts, sampling_params, **{**options, "progress": False})
 
     # --- between steps ---
 

@@ -13,6 +13,7 @@ import pytest
 from rolloutsync import errors
 from rolloutsync.errors import (
     BatchError,
+    CollectError,
     ControlError,
     Cut,
     EngineHTTPError,
@@ -40,6 +41,7 @@ def _tree(root: type[RolloutError]) -> list[type[RolloutError]]:
 _KINDS = sorted(set(_tree(RolloutError)), key=lambda kind: kind.__name__)
 _FACTS: dict[type[RolloutError], dict[str, Any]] = {
     BatchError: {"samples": [], "counts": {"FAILED": 1}},
+    CollectError: {"collected": None, "counts": {"groups": 1, "partials": 2}},
     ControlError: {"answers": {"http://a": 1}, "errors": {"http://b": RolloutError("no", engine="http://b")}},
     TransportError: {"phase": Phase.BODY, "cut": Cut.DRAIN},
     EngineHTTPError: {"status": 429, "retry_after": "3", "paused": True},
