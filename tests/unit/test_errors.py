@@ -17,6 +17,7 @@ from rolloutsync.errors import (
     ControlError,
     Cut,
     EngineHTTPError,
+    EpisodeError,
     NotIdleError,
     Phase,
     RolloutError,
@@ -41,6 +42,7 @@ def _tree(root: type[RolloutError]) -> list[type[RolloutError]]:
 _KINDS = sorted(set(_tree(RolloutError)), key=lambda kind: kind.__name__)
 _FACTS: dict[type[RolloutError], dict[str, Any]] = {
     BatchError: {"samples": [], "counts": {"FAILED": 1}},
+    EpisodeError: {"episodes": [], "counts": {"FAILED": 1}},
     CollectError: {"collected": None, "counts": {"groups": 1, "partials": 2}},
     ControlError: {"answers": {"http://a": 1}, "errors": {"http://b": RolloutError("no", engine="http://b")}},
     TransportError: {"phase": Phase.BODY, "cut": Cut.DRAIN},
