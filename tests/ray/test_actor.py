@@ -13,6 +13,8 @@ import pytest
 from rolloutsync import (
     BatchError,
     ClientClosedError,
+    Collected,
+    CollectError,
     ControlError,
     DrainReport,
     EngineHTTPError,
@@ -70,6 +72,22 @@ def test_an_abort_during_a_generate(cluster: ModuleType, actor: Any, fleet: SimF
     assert [s.status for s in samples] == [Status.ABORTED] * 8
     assert all(s.error is None for s in samples)
     assert any(len(s.output_ids) for s in samples)
+
+
+def test_a_collect_and_its_partials(cluster: ModuleType, actor: Any) -> None:
+    """``accept`` travels into the actor; groups come back, and go on in the next call."""
+    items = [{"input_ids": [5 + at], "sampling_params": params(10 if at < 4 else 30_000)} for at in range(6)]
+    got = cluster.get(actor.collect.remote(items, n=2, target=2, in_flight=6, accept=lambda group: group[0].index % 2))
+    assert isinstance(got, Collected)
+    assert [group[0].index for group in got.groups] == [1, 3]
+    assert {4, 5} <= {group[0].index for group in got.partials}
+    ref = actor.collect.remote(got.partials, n=2, target=1, timeout=0.5)
+    again = cluster.get(ref)
+    assert (again.ended, again.complete) == ("timeout", False)
+    assert len(again.partials[-1][0].output_ids) > len(got.partials[-1][0].output_ids)
+    with pytest.raises(CollectError, match="ZeroDivisionError") as caught:
+        cluster.get(actor.collect.remote(items[:2], n=2, target=1, accept=lambda _: 1 // 0))
+    assert sum(caught.value.counts.values()) == 2
 
 
 def test_control_calls_do_not_wait(cluster: ModuleType, make_actor: MakeActor, fleet: SimFleet) -> None:
