@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rolloutsync.audit import Audit
     from rolloutsync.collected import Collected
     from rolloutsync.dialects.base import LoadReading
+    from rolloutsync.episodes import Episode
     from rolloutsync.idle import DrainReport
     from rolloutsync.sample import Sample
     from rolloutsync.slot import EngineStatus
@@ -97,6 +98,13 @@ class RolloutWorker:
         ``ray.cancel`` does not end it: ``abort_until_idle`` does, and it returns what there is.
         """
         return self.client.collect(prompts, sampling_params, **{**options, "progress": False})
+
+    def map(self, episode: Any, items: Any, **options: Any) -> list[Episode]:
+        """``RolloutClient.map``; the function is pickled and runs in the actor's process. Shows no progress bar.
+
+        ``ray.cancel`` does not end it: ``abort_until_idle`` does, and it returns what there is.
+        """
+        return self.client.map(episode, items, **{**options, "progress": False})
 
     # --- between steps ---
 
