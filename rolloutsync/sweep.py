@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rolloutsync.dialects.base import LoadKind, LoadReading, unknown_load
-from rolloutsync.errors import Phase, RolloutError, TransportError
+from rolloutsync.errors import Cut, Phase, RolloutError, TransportError
 from rolloutsync.proof import IdleProof, IdleState
 
 if TYPE_CHECKING:
@@ -87,14 +87,16 @@ class Sweep:
         self._aborted_on: tuple[float, ...] | None = None  # stamps of the reading that led to the last abort
         self._detail = ""  # what was wrong with the last reading
         self._refusal = ""  # why the last abort failed
+        self._closed = False  # the client is: no reading comes to anything any more
 
     def run(self) -> EngineDrain:
-        """Block until the engine is proven idle, is gone, or the deadline comes."""
+        """Block until the engine is proven idle, is gone, the deadline comes, or the client closes."""
         while True:
             state = self._once()
             if not state.quiet:
                 self._wait(state)
-            if state.quiet or self._deadline.expired:  # no reading without time for it: it would hide the last one
+            # no reading without time for it: it would hide the last one
+            if state.quiet or self._closed or self._deadline.expired:
                 return self._report(state)
 
     def _once(self) -> IdleState:
@@ -124,6 +126,7 @@ class Sweep:
             self._detail = error.message
             if error.phase is Phase.REFUSED:
                 return None
+            self._closed = error.cut is Cut.CLOSE
             self._seen = unknown_load(error.message)
         else:
             self._detail = self._seen.why

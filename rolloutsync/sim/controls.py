@@ -20,6 +20,7 @@ FLUSHED = (
 )
 NOT_FLUSHED = "Flush cache failed.\n"
 MODES = ("abort", "in_place", "retract")
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 async def json_body(request: Request) -> dict[str, Any]:
@@ -114,22 +115,30 @@ def _flush_timeout(engine: Engine, request: Request) -> float:
 
 async def release_memory(engine: Engine, request: Request) -> Response:
     """Answers `/release_memory_occupation`; a busy engine dies of it."""
-    await json_body(request)
+    tags = _tags(await json_body(request))
     await engine.thawed()
     engine.scheduler.advance()
     if any(rank.computing or (rank.waiting and not rank.paused) for rank in engine.scheduler.ranks):
         engine.die(engine.config.death_delay_s)
         await asyncio.get_running_loop().create_future()
-    if engine.released:
+    if engine.released & tags:
         raise value_error("The memory occupation is released already.")
-    engine.released = True
+    engine.released |= tags
     return json_response(None)
 
 
+def _tags(body: dict[str, Any]) -> set[str]:
+    return set(body.get("tags") or MEMORY_TAGS)
+
+
 async def resume_memory(engine: Engine, request: Request) -> Response:
-    """Answers `/resume_memory_occupation`."""
-    await json_body(request)
-    engine.released = False
+    """Answers `/resume_memory_occupation`; an engine dies of a tag that is not released."""
+    tags = _tags(await json_body(request))
+    await engine.thawed()
+    if not tags <= engine.released:
+        engine.die(engine.config.death_delay_s)
+        await asyncio.get_running_loop().create_future()
+    engine.released -= tags
     return json_response(None)
 
 

@@ -54,7 +54,7 @@ class Engine:
         self.totals = Totals()
         self.live: dict[str, Live] = {}
         self.paused = False
-        self.released = False
+        self.released: set[str] = set()
         self.session_open = False
         self.groups: set[str] = set()
         self.leaving = False
@@ -101,7 +101,8 @@ class Engine:
         self.scheduler.flush()
         self.weights = Weights()
         self.groups.clear()
-        self.released = self.session_open = False
+        self.released.clear()
+        self.session_open = False
 
     # Generations
 

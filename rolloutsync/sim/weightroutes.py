@@ -75,6 +75,9 @@ async def _update(engine: Engine, body: dict[str, Any], message: str, apply: Any
 
     if body.get("abort_all_requests"):
         engine.abort("", everything=True)
+    if "weights" in engine.released:  # a write to memory that is not there
+        engine.die(engine.config.death_delay_s)
+        await asyncio.get_running_loop().create_future()
     await engine.update(change)
     if False in flushed:
         return await _not_flushed(engine)
