@@ -18,6 +18,7 @@ from rolloutsync import (
     ControlError,
     DrainReport,
     EngineHTTPError,
+    EpisodeError,
     NotIdleError,
     RolloutClient,
     RolloutError,
@@ -88,6 +89,27 @@ def test_a_collect_and_its_partials(cluster: ModuleType, actor: Any) -> None:
     with pytest.raises(CollectError, match="ZeroDivisionError") as caught:
         cluster.get(actor.collect.remote(items[:2], n=2, target=1, accept=lambda _: 1 // 0))
     assert sum(caught.value.counts.values()) == 2
+
+
+def test_episodes_run_in_the_actor(cluster: ModuleType, actor: Any) -> None:
+    """The function travels there and its episodes back; an error that cannot pickle arrives as its words."""
+
+    def play(turn: Any, item: int) -> int:
+        import threading
+
+        answer = turn.generate([3 + item])
+        turn.generate([*answer.tokens.tolist(), 9])
+        if item == 2:
+            raise ValueError(threading.Lock())
+        return item * item
+
+    results = cluster.get(actor.map.remote(play, [0, 1, 2], sampling_params=params(4)))
+    assert [(episode.status, episode.value) for episode in results[:2]] == [("COMPLETED", 0), ("COMPLETED", 1)]
+    assert "ValueError: <unlocked" in str(results[2].error)
+    assert [int(episode.transcript.segments[0].loss_mask.sum()) for episode in results] == [8, 8, 8]
+    with pytest.raises(EpisodeError) as caught:
+        cluster.get(actor.map.remote(lambda turn, item: 1 // 0, [0, 1]))
+    assert caught.value.counts == {"FAILED": 2}
 
 
 def test_control_calls_do_not_wait(cluster: ModuleType, make_actor: MakeActor, fleet: SimFleet) -> None:
