@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)  # a busy machine proves nothing wrong
+settings.load_profile("repeatable")
 
 SETTLE_S = 5.0  # a thread or socket that is on its way out may take this long
 

@@ -107,7 +107,7 @@ def stream(prompt: list[int], limit: int, **sampling: object) -> TokenStream:
     return TokenStream(MODEL, prompt, Sampling(**sampling), limit, "1")  # type: ignore[arg-type]
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(prompt=contexts, steps=st.lists(st.integers(1, 30), max_size=8), change=st.integers(0, 50))
 def test_a_stream_is_lazy_but_says_the_same(prompt: list[int], steps: list[int], change: int) -> None:
     """In how many pieces it was computed does not matter, nor what was computed ahead of a change of weights."""
