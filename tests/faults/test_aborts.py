@@ -235,32 +235,6 @@ def test_what_an_aborted_call_brings_back(client_to: MakeClient, name: str) -> N
         assert [span.version for span in sample.weight_spans] == [None] * (tokens > 0)
 
 
-def test_partials_are_refused_or_run_anew(client_to: MakeClient) -> None:
-    """B20 to B22, as far as this version goes: a partial with tokens is refused clearly, before anything is sent; one
-    without any starts from its bare prompt. (Resuming with the budget that is left is issue 5.)
-    """
-    with LiveEngine(aborted=lambda request: [answer(queued(request))]) as engine:
-        client = client_to(engine.url)
-        job = client.start([[7, 8]], {"max_new_tokens": 100})
-        engine.journal.await_running(1)
-        job.abort()
-        again = client.start(job.result(), {"max_new_tokens": 100})
-        engine.journal.await_running(1)
-        engine.finish()
-        check(again.result()[0], [7, 8])
-        first, second = engine.bodies()
-        assert first["input_ids"] == second["input_ids"] == [7, 8]
-        assert first["sampling_params"] == second["sampling_params"] == {"max_new_tokens": 100}
-    with LiveEngine() as engine:
-        client = client_to(engine.url)
-        job = client.start([[7, 8]])
-        engine.journal.await_running(1)
-        job.abort()
-        with pytest.raises(ValueError, match=r"batch\[0\]: a partial with 1 tokens cannot be resumed"):
-            client.generate(job.result())
-        assert len(engine.rids()) == 1
-
-
 # --- B33: aborts that must not wait -----------------------------------------------------------------------------------
 
 
