@@ -97,7 +97,8 @@ class Turn:
 
         Args:
             prompt: One item of what ``RolloutClient.generate`` takes as a batch: the whole context, not what is new.
-                A finished sample (of an earlier, interrupted run) is recorded and returned without a request.
+                A finished sample (of an earlier, interrupted run) is recorded and returned without a request; a
+                partial goes on.
             sampling_params: Override those of the map key by key.
             timeout: Seconds for this turn; pauses by this client do not count.
             on_error: "raise": a failed sample's error is raised here. "return": the FAILED sample is returned.
