@@ -16,14 +16,16 @@ def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: floa
     """The live engine with room and the fewest in flight; the group's home while that is within n of the fewest.
 
     What is sticky goes home, and gets None while there is no room. A suspect gets an engine on which it is the only
-    one.
+    one. What has just failed on ``avoid`` goes there again only where no other engine is live: one that fails at once
+    always has room, so that full ones are waited for.
     """
     suspect = bool(order.life.died_on)
     if order.group.sticky and not suspect:
         home = _settle(slots, order, avoid)
         return home if home is not None and home.has_room_for(order) else None
     free = [slot for slot in slots.values() if slot.has_spare_room and not (suspect and slot.watches_suspect(now))]
-    free = [slot for slot in free if slot.engine.url != avoid] or free
+    if any(slot.is_live and slot.engine.url != avoid for slot in slots.values()):
+        free = [slot for slot in free if slot.engine.url != avoid]
     if not free:
         return None
     quietest = min(free, key=_in_flight)

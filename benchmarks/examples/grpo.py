@@ -1,4 +1,4 @@
-"""A complete synchronous GRPO-shaped loop: collect, rewards, weights, the next step with partials; an evaluation beside.
+"""A complete synchronous GRPO-shaped loop: collect, rewards, weights, the next step with partials, an evaluation.
 
     python benchmarks/examples/grpo.py                      # two simulated engines
     python benchmarks/examples/grpo.py --url http://127.0.0.1:30000 --checkpoint ckpt/a --checkpoint ckpt/b

@@ -209,7 +209,6 @@ print({sample.routed_experts.shape for sample in samples}, kept, memory("VmHWM")
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="D3: malloc keeps what the budget has given back")
 def test_many_large_experts_at_once() -> None:
     """B26: 64 answers of 16 MiB (12 MiB of raw int32) at once: beside the arrays that are kept, memory grows by a few
     times the budget of 96 MiB (a body, its base64 and its bytes), not by a gigabyte.
