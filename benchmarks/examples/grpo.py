@@ -53,10 +53,10 @@ def score(group: list[Sample]) -> bool:
     return len({sample.reward for sample in group}) > 1
 
 
-def advantages(group: list[Sample]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """float64[n]: rewards of a group, centred and scaled by their own spread (GRPO, arXiv:2402.03300)."""
-    rewards = np.array([sample.reward for sample in group])
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+def advantages(group: list[Sample]) -> list[float]:
+    """Rewards of a group, centred and scaled by their own spread (GRPO, arXiv:2402.03300)."""
+    rewards = np.array([sample.reward for sample in group], np.float64)
+    return [float(value) for value in (rewards - rewards.mean()) / (rewards.std() + 1e-6)]
 
 
 def gradient_step(batch: list[list[Sample]], checkpoint: str) -> str:
@@ -71,7 +71,8 @@ def gradient_step(batch: list[list[Sample]], checkpoint: str) -> str:
 
 def train(client: RolloutClient, checkpoints: Sequence[str], steps: int, *, verify: str | None = None) -> list[Step]:
     """Run the loop; weights of step k are called "k". Blocks until all steps are done."""
-    source, carried, done = prompts(seed=1), [], []
+    source, done = prompts(seed=1), list[Step]()
+    carried: list[list[Sample]] = []
     questions = [prompt["input_ids"] for prompt in itertools.islice(prompts(seed=2), 4)]
     for number in range(1, steps + 1):
         evaluation = client.start(questions, GREEDY)  # beside the step, and not disturbed by its end
@@ -81,7 +82,7 @@ def train(client: RolloutClient, checkpoints: Sequence[str], steps: int, *, veri
         checkpoint = gradient_step(collected.groups, checkpoints[number % len(checkpoints)])
         client.update_weights_from_disk(checkpoint, version=str(number), verify=verify)
         carried = collected.partials  # their members go on under the new weights
-        mean = float(np.mean([sample.reward for sample in collected.samples]))
+        mean = float(np.mean([sample.reward or 0.0 for sample in collected.samples]))
         done.append(Step(collected, mean, tokens, answers, client.weight_versions()))
     return done
 

@@ -21,7 +21,7 @@ class BodyBudget:
     A single body above the whole budget is let in when nothing else is, so that it can always make progress.
 
     Each time that a quarter of the budget was given back, it goes back to the system: glibc would keep up to 64 MiB in
-    each of eight arenas per core, since large blocks that are freed raise the size from which on it maps them one by one.
+    each of eight arenas per core, since freed large blocks raise the size from which on it maps blocks one by one.
     """
 
     def __init__(self, total_bytes: int, clock: Clock) -> None:
