@@ -202,8 +202,8 @@ class EpisodeRun:
         self._stage.stop.set()
         limit = Deadline.after(self._stage.clock, 2 * _LEAVING_S)
         self._stage.abort(_LEAVING_S)
-        while self._playing and not limit.expired:
-            self._await_some(limit.within(LOOK_S))
+        while self._playing and not limit.expired and not self._await_some(limit.within(LOOK_S)):
+            pass
         self._give_up(_LEAVING_S)
 
     def _give_up(self, waited_s: float) -> None:

@@ -309,12 +309,12 @@ class RolloutClient(BetweenSteps, Members):
         that engine dies, leaves or refuses a turn. A slow tool keeps nobody but its own episode waiting. An exception
         fails its item alone.
 
-        ``abort_until_idle``, ``pause("abort")`` and ``close`` in another thread interrupt every episode of the map:
-        at once in a turn, else at its next one, or before it begins. ``turn.generate`` then raises
-        ``EpisodeInterrupt``, which is no ``Exception``; an episode that swallows it gets it again at each turn, and is
-        INTERRUPTED whatever it returns. Ctrl-C does the same and ends within two seconds. Where an episode is still
-        busy with other things 5 s after ``close`` or the end of ``timeout``, its item is answered without it; its
-        thread, a daemon, is named in a WARNING.
+        ``close`` and everything that aborts engine-wide (``abort_until_idle``, ``pause``, ``quiesced`` and weight
+        updates in mode "abort") in another thread interrupt every episode of the map: at once in a turn, else at its
+        next one, or before it begins. ``turn.generate`` then raises ``EpisodeInterrupt``, which is no ``Exception``; an
+        episode that swallows it gets it again at each turn, and is INTERRUPTED whatever it returns. Ctrl-C does the
+        same and ends within two seconds. Where an episode is still busy with other things 5 s after ``close`` or the
+        end of ``timeout``, its item is answered without it; its thread, a daemon, is named in a WARNING.
 
         Args:
             episode: The function. It runs in many threads at once.
