@@ -144,16 +144,18 @@ def test_no_live_engine(client_to: MakeClient) -> None:
         assert sample.attempts == 0
 
 
-@pytest.mark.parametrize("how", ["abort", "close", "drain"])
+MISSED = pytest.mark.xfail(strict=True, reason="D4: a drain that is over in a moment is missed by those who wait")
+
+
+@pytest.mark.parametrize("how", ["abort", "close", pytest.param("drain", marks=MISSED)])
 def test_waiting_for_an_engine_ends_when_it_is_called_off(client_to: MakeClient, how: str) -> None:
     """Nobody listens, and samples wait a minute for somebody (default): an abort, close(), a drain end that at once."""
     client = client_to(unused_url())
-    job = client.start(prompts(4))
-    eventually(lambda: client.stats().waiting < 4, "they wait")
-    with within(3.0):
-        called_off(client, job, how)
-        samples = job.result()
-    assert {(sample.status, sample.attempts, sample.error) for sample in samples} == {(Status.ABORTED, 0, None)}
+    job = client.start(prompts(64))
+    eventually(lambda: client.stats().waiting == 0, "they wait")
+    called_off(client, job, how)
+    assert job.wait(2.0)
+    assert {(sample.status, sample.attempts, sample.error) for sample in job.result()} == {(Status.ABORTED, 0, None)}
 
 
 def called_off(client: RolloutClient, job: Job, how: str) -> None:
