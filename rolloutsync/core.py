@@ -320,9 +320,9 @@ class Core:
         deadline = Deadline.after(self.clock, timeout)
         self.fleet.close()
         self.workers.close()
+        self.quiet.let_go(deadline.within(_ABORT_ON_CLOSE_S))
         if self.fleet.leases():
             self.drainer.abort_own(deadline.within(_ABORT_ON_CLOSE_S), of=lambda _: True)
-        self.quiet.let_go()
         left = self.transport.close(deadline.within(timeout))
         left += self.workers.join(deadline)
         left += self.watcher.close(deadline.within(timeout))

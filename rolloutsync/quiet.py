@@ -94,12 +94,12 @@ class Quiet:
         finally:
             self._leave()
 
-    def let_go(self) -> None:
-        """The client closes: continue what a block of another thread still holds."""
+    def let_go(self, seconds: float) -> None:
+        """The client closes: continue what a block of another thread still holds, within so many seconds."""
         with self._changed:
             held = self._paused
         if held:
-            self._continue(held)
+            self._continue(held, Deadline.after(self._clock, seconds))
 
     # --- in and out ---
 
@@ -168,21 +168,23 @@ class Quiet:
     def _pause(self, engines: list[Engine], mode: str) -> None:
         """Pause those that a ``pause()`` of the user does not hold already."""
         ours = [engine for engine in engines if not self._fleet.is_paused(engine.url)]
-        errors = self._each("pause", ours, lambda e: e.dialect.pause(e.dialect.weights.pause_mode(mode)))
-        unsure = [engine for engine, error in errors.items() if isinstance(error, TransportError)]
-        paused = [engine for engine in ours if engine not in errors or engine in unsure]
-        for engine in paused:
-            self._fleet.set_paused(engine.url, True)
+        for engine in ours:
+            self._fleet.set_paused(engine.url, True)  # from now on it may be, should this be interrupted
         with self._changed:
-            self._paused = tuple(paused)
+            self._paused = tuple(ours)
+        errors = self._each("pause", ours, lambda e: e.dialect.pause(e.dialect.weights.pause_mode(mode)))
+        with self._changed:
             self._engines = tuple(engine for engine in engines if engine not in errors)
         self._check_paused(errors)
 
     def _check_paused(self, errors: dict[Engine, RolloutError]) -> None:
         """An engine that is gone, or that got no traffic anyway, is left out; any other is an error."""
         for engine, error in errors.items():
-            if _refused(error):
+            if _refused(error) or not isinstance(
+                error, TransportError
+            ):  # where none came, it may be paused all the same
                 self._fleet.set_paused(engine.url, False)
+            if _refused(error):
                 self._fleet.set_state(engine.url, EngineState.DOWN, error.message)
         live = self._fleet.engines(EngineState.LIVE)
         failed = {engine.url: error for engine, error in errors.items() if engine in live}
@@ -190,10 +192,10 @@ class Quiet:
             words = "; ".join(f"{url}: {error.message}" for url, error in failed.items())
             raise ControlError(f"pause failed: {words}", engine=next(iter(failed)), answers={}, errors=failed)
 
-    def _continue(self, paused: tuple[Engine, ...]) -> None:
+    def _continue(self, paused: tuple[Engine, ...], deadline: Deadline | None = None) -> None:
         """Continue engines; one that does not answer gets no traffic until it is continued."""
         held = [engine for engine in paused if self._fleet.is_paused(engine.url)]
-        errors = self._each("resume", held, lambda engine: engine.dialect.resume())
+        errors = self._each("resume", held, lambda engine: engine.dialect.resume(), deadline)
         for engine in held:
             error = errors.get(engine)
             if error is None or _refused(error):
@@ -202,16 +204,18 @@ class Quiet:
                 state = EngineState.DOWN if _refused(error) else EngineState.QUARANTINED
                 self._fleet.set_state(engine.url, state, f"not continued (resume() tries again): {error.message}")
 
-    def _each(self, what: str, engines: list[Engine], call_for: Callable[[Engine], Call]) -> dict[Engine, RolloutError]:
+    def _each(
+        self, what: str, engines: list[Engine], call_for: Callable[[Engine], Call], deadline: Deadline | None = None
+    ) -> dict[Engine, RolloutError]:
         """Make a call everywhere at once; the errors. Pausing twice is as once, so a broken one is sent again."""
 
         def one(engine: Engine) -> None:
             try:
-                engine.call(call_for(engine))
+                engine.call(call_for(engine), deadline=deadline)
             except TransportError as error:
                 if error.cut is not None or error.phase not in {Phase.RACE, Phase.SENT, Phase.BODY}:
                     raise
-                engine.call(call_for(engine), fresh=True)
+                engine.call(call_for(engine), deadline=deadline, fresh=True)
 
         outcomes = fan_out(f"{self._name}-{what}", [_bind(one, engine) for engine in engines])
         errors: dict[Engine, RolloutError] = {}

@@ -8,7 +8,8 @@ group    threads calls
 ======== ======= ==============================================================
 default  64      ``generate``, ``collect``; the 65th waits in Ray's queue. Another number:
                  ``RolloutActor.options(max_concurrency=256)``
-control  8       verbs that wait for engines: aborts, pauses, memory, ``close``
+control  8       verbs that wait for engines: aborts, pauses, memory, weights,
+                 ``close``
 look     4       verbs that only look: ``stats``, ``audit``, ``dump``, ...
 ======== ======= ==============================================================
 """
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from rolloutsync.sample import Sample
     from rolloutsync.slot import EngineStatus
     from rolloutsync.stats import Stats
+    from rolloutsync.weight_report import UpdateReport
 
     F = TypeVar("F", bound=Callable[..., Any])
 
@@ -137,6 +139,22 @@ class RolloutWorker:
     def resume_memory(self, tags: Iterable[str] | None = None) -> None:
         """``RolloutClient.resume_memory``."""
         self.client.resume_memory(tags)
+
+    @_in_group("control")
+    def update_weights_from_disk(
+        self, path: str, version: str | int | None = None, mode: str = "abort", **options: Any
+    ) -> UpdateReport:
+        """``RolloutClient.update_weights_from_disk``.
+
+        ``weight_update``, ``quiesced`` and ``init_group`` are missing: blocks and futures don't travel. A method of a
+        subclass uses them through ``self.client``.
+        """
+        return self.client.update_weights_from_disk(path, version, mode, **options)
+
+    @_in_group("control")
+    def weight_versions(self) -> dict[str, str | None]:
+        """``RolloutClient.weight_versions``."""
+        return self.client.weight_versions()
 
     @_in_group("control")
     def control(self, path: str, json: Any = None, *, method: str = "POST") -> dict[str, Any]:

@@ -149,17 +149,19 @@ class WeightUpdate:
         return self._send("update from a broadcast", calls, session=True, together=True)
 
     def _check_group(self, name: str) -> None:
-        """An engine that is not in the group is a rank that cannot be reached."""
-        urls = self._groups.urls(name)
-        outside = [] if urls is None else [member for member in self._members if member.url not in urls]
-        for member in outside:
-            member.fail(f"it is not in the weight group {name!r}")
-        if outside:
-            self._lose(outside[0])
+        """Every rank must be there: one that is outside of the group, has failed or is gone makes a broadcast hang."""
+        here, urls = {member.url for member in self._members}, self._groups.urls(name)
+        for member in self._members:
+            if urls is not None and member.url not in urls:
+                member.fail(f"it is not in the weight group {name!r}")
+            if not member.ok:
+                self._lose(f"{member.url}: {member.reason}")
+        for url in sorted((urls or here) - here):
+            self._lose(f"{url}, a member of the weight group {name!r}, is not there")
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, reason: str) -> None:
         with self._lock:
-            self._lost = self._lost or f"{member.url}: {member.reason}"
+            self._lost = self._lost or reason
 
     def _send(self, what: str, calls: Mapping[str, Call], *, session: bool, together: bool = False) -> Future[None]:
         """Send a bucket in a thread of its own, after the one before."""
@@ -196,14 +198,10 @@ class WeightUpdate:
         if not together:
             run_all(name, self._members, send)
             return
-        with self._lock:
-            lost = self._lost
-        if not lost:
+        if not self.failed:
             run_together(name, self._members, send, self._cut)
-            for member in self._members:
-                if not member.ok:
-                    self._lose(member)
         if failed := self.failed:
+            self._lose("; ".join(f"{url}: {reason}" for url, reason in failed.items()))
             words = "; ".join(f"{url}: {reason}" for url, reason in failed.items())
             raise WeightUpdateError(f"the broadcast did not reach all engines: {words}", engine=next(iter(failed)))
 
@@ -268,14 +266,18 @@ class WeightUpdate:
         self.report = UpdateReport(self.version, self.mode, tuple(updates), self._clock.monotonic() - self._begun)
 
     def _settle_one(self, member: Member) -> None:
-        """An engine that has the weights is live; one that was quarantined for another reason must be proven idle."""
+        """A quarantined engine that has the weights now is brought back by the watcher, as any other, and by it alone.
+
+        1. The watcher sees work on an engine that it is to prove idle. 2. An update would make that engine live, and
+        samples go there. 3. The watcher's abort_all ends them. Seen on SGLang, hence not done.
+        """
         fleet, url = self._fleet, member.url
         if not member.ok:
             reason = f"stale: {member.reason}"
             fleet.set_state(url, EngineState.QUARANTINED, reason)
             fleet.explain(url, reason)
-        elif url not in fleet.unproven():
-            fleet.set_state(url, EngineState.LIVE)
+        elif member.engine in fleet.engines(EngineState.QUARANTINED):
+            fleet.explain(url, f"has weights {self.version!r} by now, and must be proven idle")
 
 
 def _check_ranks(member: Member, given: Mapping[str, Sequence[str | bytes]]) -> None:

@@ -163,6 +163,7 @@ def test_an_engine_that_is_not_idle(fleet: SimFleet, make_client: MakeClient) ->
     assert len(client.update_weights_from_disk("new").updated) == 2
 
 
+@pytest.mark.slow
 def test_a_quarantined_engine_does_not_stand_in_the_way(fleet: SimFleet, make_client: MakeClient) -> None:
     """It gets no traffic anyway, so it is left out."""
     client = make_client(fleet[:2])
@@ -184,7 +185,11 @@ def test_a_pause_that_is_refused(make_client: MakeClient) -> None:
         assert client.stats().gate == "open"
 
 
-@pytest.mark.parametrize("breaks", [[close], error_answer("500 Oops"), [silence]], ids=["closed", "500", "silent"])
+@pytest.mark.parametrize(
+    "breaks",
+    [[close], error_answer("500 Oops"), pytest.param([silence], marks=pytest.mark.slow)],
+    ids=["closed", "500", "silent"],
+)
 def test_an_engine_that_is_not_continued(make_client: MakeClient, breaks: Any) -> None:
     """It gets no traffic, the others do; a broken connection is tried once more, since it can do no harm twice."""
     with WeightEngine() as good, WeightEngine({"/continue_generation": breaks}) as bad:
@@ -206,6 +211,7 @@ def test_an_engine_that_dies_in_the_block(make_client: MakeClient) -> None:
         client = make_client([good.url, bad.url])
         with client.quiesced():
             bad.server.die()
+            bad.server.await_ended(bad.server.accepted)
         assert [str(status.state) for status in client.engines()] == ["live", "down"]
         assert good.steps() == ["pause_generation", "continue_generation"]
         assert client.stats().gate == "open"

@@ -188,7 +188,7 @@ def test_a_stale_engine_gets_no_traffic_until_it_has_the_weights(fleet: SimFleet
     assert {sample.engine for sample in client.generate(prompts(12), params(2))} == set(fleet) - {fleet[1]}
     nothing_is_held(fleet, client)
     assert len(client.update_weights_from_disk("new", "3").updated) == 4
-    assert states(client) == ["live"] * 4
+    eventually(lambda: states(client) == ["live"] * 4, "the watcher brings it back")
 
 
 def test_raise_on_stale(fleet: SimFleet, make_client: MakeClient) -> None:
@@ -338,9 +338,10 @@ def test_a_lost_rank_fails_the_broadcast_for_all(fleet: SimFleet, make_client: M
     assert states(client) == ["quarantined"] * 3
     assert [engine.state()["requests"]["/destroy_weights_update_group"] for engine in fleet.engines[:3]] == [1] * 3
     client.init_group("127.0.0.1", 1).wait(WAIT_S)
-    with client.weight_update("3") as update:
+    with client.weight_update("3", "hold") as update:
         update.from_distributed(*BUCKET)
-    assert states(client) == ["live"] * 3
+    assert update.report is not None
+    assert len(update.report.updated) == 3
 
 
 def test_those_that_wait_for_a_lost_rank_are_cut(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,6 +357,33 @@ def test_those_that_wait_for_a_lost_rank_are_cut(make_client: MakeClient, monkey
         assert update.report is not None
         assert len(update.report.stale) == 2
         assert "aborted by us" in update.failed[stuck.url]
+
+
+def test_a_broadcast_after_a_failure(fleet: SimFleet, make_client: MakeClient) -> None:
+    """The engine that failed would be missing in it, so nothing is sent to anyone."""
+    client = make_client(fleet[:2])
+    client.init_group("127.0.0.1", 1).wait(WAIT_S)
+    refuse(fleet.engines[1], TENSOR)
+    lost = pytest.raises(WeightUpdateError, match=f"no broadcast can reach all engines any more; {fleet[1]}: .*no such")
+    with client.weight_update("2", "hold", raise_on_stale=False) as update:
+        update.from_tensor(tensors_for(fleet[:2]))
+        with lost:
+            update.from_distributed(*BUCKET)
+    assert calls(fleet, SENT) == 0
+    assert update.report is not None
+    assert len(update.report.stale) == 2
+
+
+def test_a_rank_that_is_not_there(fleet: SimFleet, make_client: MakeClient) -> None:
+    """A member of the group has left since: nothing is sent, and the engines are as they were."""
+    client = make_client(fleet[:2])
+    client.init_group("127.0.0.1", 1).wait(WAIT_S)
+    client.remove_engine(fleet[1])
+    missing = pytest.raises(WeightUpdateError, match=f"{fleet[1]}, a member of the weight group .*, is not there")
+    with missing, client.weight_update("2", "hold") as update:
+        update.from_distributed(*BUCKET)
+    assert states(client) == ["live"]
+    assert client.weight_versions() == {fleet[0]: "default"}
 
 
 def test_an_engine_outside_of_the_group(fleet: SimFleet, make_client: MakeClient) -> None:
@@ -396,9 +424,10 @@ def test_an_exception_after_something_was_sent(fleet: SimFleet, make_client: Mak
     nothing_is_held(fleet, client)
     assert states(client) == ["quarantined"] * 2
     assert update.failed == dict.fromkeys(fleet[:2], "the update was broken off by KeyError")
-    with client.weight_update("2") as update:
+    with client.weight_update("2", "hold") as update:
         update.from_tensor(tensors_for(fleet[:2]))
-    assert states(client) == ["live"] * 2
+    assert update.report is not None
+    assert len(update.report.updated) == 2
 
 
 def test_a_second_update_is_refused(fleet: SimFleet, make_client: MakeClient) -> None:
