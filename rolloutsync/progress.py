@@ -51,10 +51,10 @@ class Progress:
     def show(self, done: int, tokens: int, rest: Mapping[str, object]) -> None:
         """Move the bar to ``done``; ``tokens`` were made since it began, and ``rest`` is shown beside it."""
         now = self._clock.monotonic()
-        if not self._wanted or now < self._show_at:
+        if not self._wanted:
             return
         with self._lock:
-            if self._closed:
+            if self._closed or (self._bar is None and now < self._show_at):
                 return
             bar = self._bar = self._bar or self._open()
             rate = tokens / max(1e-9, now - self._begun)

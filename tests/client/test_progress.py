@@ -59,7 +59,10 @@ def test_when_a_bar_is_shown(attach: Attach, wanted: bool | None, at: float | No
         bar.show(second, 10, {})
         assert bool(terminal.getvalue()) == (at is not None and second >= at), second
         clock.advance(1.0)
+    bar.begin()  # another call that waits for the same job: a bar that is there moves on
+    bar.show(5, 10, {})
     bar.close()
+    assert ("| 5/5 [" in terminal.getvalue()) == (at is not None)
     before = terminal.getvalue()
     bar.show(5, 10, {})
     bar.close()
