@@ -189,7 +189,7 @@ class Core:
         return self._make_orders(wanted, job, stop, deadline)
 
     def _make_orders(self, wanted: list[Wanted], job: int, stop: Stop, deadline: Deadline) -> list[Order]:
-        now, active = self.clock.monotonic(), self.fleet.active.monotonic()
+        now, active, closings = self.clock.monotonic(), self.fleet.active.monotonic(), self.fleet.closings
         return [
             Order(
                 prompt=one.prompt if one.base is not None else self._of_member(one.prompt, one.member),
@@ -200,6 +200,7 @@ class Core:
                 deadline=deadline,
                 admitted_at=now,
                 admitted_active=active,
+                closings=closings,
                 priority=int(one.prompt.fields.get("priority", 0)),
                 stops=(stop,),
                 base=one.base,

@@ -7,9 +7,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from rolloutsync.clock import ActiveTime, Deadline, sooner
-from rolloutsync.errors import EngineUnavailableError, clip
+from rolloutsync.errors import clip
 from rolloutsync.gate import Gate, GateMode, Turned
-from rolloutsync.placement import call_all, call_next, choose, leave_line, line_up, take
+from rolloutsync.placement import call_all, call_next, choose, leave_line, line_up, none_live, take
 from rolloutsync.slot import EngineState, EngineStatus, Lease, Slot
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from rolloutsync.clock import Clock
     from rolloutsync.engine import Engine
+    from rolloutsync.errors import EngineUnavailableError
     from rolloutsync.order import Order
 
 log = logging.getLogger("rolloutsync.fleet")
@@ -66,6 +67,7 @@ class Fleet:
         self._dead_since: float | None = None  # active time; None while an engine is live or nobody has looked
         self._drains = 0  # threads in await_none, to be told of each release
         self.cuts = 0  # engine-wide aborts so far; only grows
+        self.closings = 0  # closings of the gate that ended what waited; only grows
         self.expected_version: str | None = None  # of the weights; None: any engine may join
 
     # --- membership ---
@@ -220,6 +222,7 @@ class Fleet:
         with self._changed:
             self._gate.close(token, mode)
             self.cuts += cuts or mode is GateMode.ABORT
+            self.closings += mode is GateMode.ABORT
             self._wake_locked()
 
     def open_gate(self, *tokens: object) -> None:
@@ -241,7 +244,7 @@ class Fleet:
     def calls_off(self, order: Order) -> bool:
         """Whether ``order`` should end ABORTED rather than be tried again."""
         with self._changed:
-            return self._closed or order.stopped or self._gate.mode is GateMode.ABORT
+            return self._closed or self._is_off_locked(order)
 
     # --- leases ---
 
@@ -274,13 +277,7 @@ class Fleet:
             self._clock.wait(queue, min(_HEAL_S, sooner(deadline, patience) or _HEAL_S))
 
     def release(
-        self,
-        lease: Lease,
-        *,
-        answered: bool = False,
-        tokens: int = 0,
-        version: str | None = None,
-        retry: bool = False,
+        self, lease: Lease, *, answered: bool = False, tokens: int = 0, version: str | None = None, retry: bool = False
     ) -> None:
         """The request has ended for good; says what it brought."""
         with self._changed:
@@ -359,9 +356,7 @@ class Fleet:
     def unavailable(self) -> EngineUnavailableError:
         """The error that names each engine and why it is not live."""
         with self._changed:
-            known = [f"{url}: {slot.state}, {slot.reason or 'no answer yet'}" for url, slot in self._slots.items()]
-        reasons = "; ".join(known) or "the client has no engines"
-        return EngineUnavailableError(f"no live engine within {self._engine_wait_s:g} s: {reasons}")
+            return none_live(self._slots, self._engine_wait_s)
 
     # --- under the lock ---
 
@@ -376,10 +371,14 @@ class Fleet:
         self._changed.notify_all()
         self._room.notify_all()
 
+    def _is_off_locked(self, order: Order) -> bool:
+        """Also by a drain that is over: it may have taken no longer than it takes to wake up."""
+        return order.stopped or self._gate.mode is GateMode.ABORT or order.closings != self.closings
+
     def _turned_locked(self, order: Order, deadline: Deadline) -> Turned | None:
         if self._closed:
             return Turned.CLOSED
-        if order.stopped or self._gate.mode is GateMode.ABORT:
+        if self._is_off_locked(order):
             return Turned.ABORTED
         return Turned.DEADLINE if deadline.expired else None
 

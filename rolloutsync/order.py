@@ -99,6 +99,7 @@ class Order:
         stops: Any of them set means: end ABORTED.
         admitted_at: Clock seconds.
         admitted_active: Seconds of active time.
+        closings: How many drains there had been when it was admitted: one more calls it off.
         life: How far it has come.
         base: The partial that goes on; ``prompt`` then has its tokens. None for a fresh sample.
     """
@@ -111,6 +112,7 @@ class Order:
     deadline: Deadline
     admitted_at: float
     admitted_active: float = 0.0
+    closings: int = 0
     priority: int = 0
     stops: tuple[Stop, ...] = ()
     own_stop: Stop = field(default_factory=Stop)

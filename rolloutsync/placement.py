@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from rolloutsync.errors import EngineUnavailableError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -47,6 +49,13 @@ def take(slots: Mapping[str, Slot], slot: Slot, order: Order, rid: str, now: flo
     if {"routed_dp_rank", "data_parallel_rank"} & order.prompt.fields.keys():
         rank = None  # the user chose one
     return slot.take(order, rid, rank, now)
+
+
+def none_live(slots: Mapping[str, Slot], waited_s: float) -> EngineUnavailableError:
+    """The error that names each engine and why it is not live."""
+    known = [f"{url}: {slot.state}, {slot.reason or 'no answer yet'}" for url, slot in slots.items()]
+    reasons = "; ".join(known) or "the client has no engines"
+    return EngineUnavailableError(f"no live engine within {waited_s:g} s: {reasons}")
 
 
 def _in_flight(slot: Slot) -> int:
