@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -96,7 +97,6 @@ def test_a_crowd_is_warned_of_once(make_client: MakeClient, warnings: Callable[[
 
 def test_priority_and_turns(make_client: MakeClient) -> None:
     """Higher priority first; among equals the jobs take turns; within a job its order."""
-    import threading
 
     go = threading.Event()
 
@@ -116,9 +116,8 @@ def test_priority_and_turns(make_client: MakeClient) -> None:
     assert order == [1, 30, 10, 20, 11, 21, 12]
 
 
-def test_a_full_engine_does_not_hold_up_what_another_can_take(make_client: MakeClient) -> None:
-    """A sample that failed at one engine goes back there when all the others are full."""
-    import threading
+def test_a_broken_engine_does_not_attract_what_it_broke(make_client: MakeClient) -> None:
+    """A sample that failed at one engine waits for another that is full: one that fails at once always has room."""
 
     go = threading.Event()
     blocker = [wait_for(go)]
@@ -130,10 +129,13 @@ def test_a_full_engine_does_not_hold_up_what_another_can_take(make_client: MakeC
         blocked = client.submit([1])
         b.server.await_requests(2)
         client.add_engine(a.url)
-        sample = client.submit([5]).result(5.0)
-        assert (sample.engine, sample.attempts) == (a.url, 2)
+        second = client.submit([5])
+        eventually(lambda: client.engines()[1].state is EngineState.LIVE and len(a.rids()) == 1, "it has failed there")
         go.set()
         assert blocked.result(5.0).engine == b.url
+        sample = second.result(5.0)
+        assert (sample.engine, sample.attempts) == (b.url, 2)
+        assert len(a.rids()) == 1
 
 
 def test_add_and_remove_while_running(fleet: SimFleet, make_client: MakeClient) -> None:

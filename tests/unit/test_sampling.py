@@ -208,12 +208,13 @@ def test_what_users_send_through_does_not_override_what_is_ours() -> None:
 
 
 def test_text_and_images_are_sent() -> None:
-    """A text prompt has no ids."""
+    """A text prompt has no ids; the engine is asked for them."""
     call = _DIALECT.encode_generate(
         prompt(input_ids=None, text="häh", image_data=["aGk="], fields={}), "r", facts=Facts(), dp_rank=None
     )
     body = json.loads(call.body or b"")
-    assert body == {"text": "häh", "image_data": ["aGk="], "rid": "r", "sampling_params": {}}
+    told = {"return_prompt_token_ids": True}
+    assert body == {"text": "häh", "image_data": ["aGk="], "rid": "r", "sampling_params": {}, **told}
 
 
 def test_n_in_a_dict_is_refused_even_when_it_is_one() -> None:
