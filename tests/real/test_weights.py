@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import pytest
 
 from rolloutsync import RolloutClient, Sample, Status, UpdateState, WeightUpdateError
 
 from .kit import OFFLINE, RECIPE, Kit
-from .launch import CPU_ENGINE
+from .launch import CPU_ENGINE, free_ports
 from .test_main_job import LONG, SLOW_S, await_true, check_aligned, prompt, slow_down
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPTS = [prompt(number) for number in range(8)]
 Serialize = Callable[[str], str]
+BUCKETS = 3
+STANDIN = """
+import json, sys
+print(json.dumps([[["w", "bfloat16", [2]]]] * 3), json.dumps("joined"), sep="\\n", flush=True)
+for _ in sys.stdin:
+    print(json.dumps("sent"), flush=True)
+"""
 
 
 @pytest.fixture
@@ -43,16 +54,52 @@ def serialize(engine_kind: str, request: pytest.FixtureRequest) -> Iterator[Seri
 
 @contextmanager
 def _serialized(kit: Kit, path: str) -> Iterator[str]:
-    command = [str(kit.python), str(RECIPE / "serialize.py"), path]
-    environment = {**os.environ, **OFFLINE, **CPU_ENGINE}
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
-    )
+    process = _start([str(kit.python), str(RECIPE / "serialize.py"), path])
     with process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
         assert process.stdin is not None
         process.stdin.close()
+
+
+class Trainer:
+    """Rank 0 of a weight group: real for real engines; simulated ones await nobody."""
+
+    def __init__(self, kit: Kit | None, port: int, world_size: int, name: str, checkpoint: str) -> None:
+        command = [sys.executable, "-c", STANDIN]
+        if kit is not None:
+            options = [str(port), str(world_size), name, checkpoint, str(BUCKETS)]
+            command = [str(kit.python), str(RECIPE / "broadcast.py"), *options]
+        self._process = _start(command)
+        self.buckets: list[list[tuple[str, str, list[int]]]] = self._hear()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.__exit__(kind, error, trace)
+
+    def _hear(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def join(self) -> None:
+        assert self._hear() == "joined"
+
+    def broadcast(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        assert self._hear() == "sent"
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, **OFFLINE, **CPU_ENGINE}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
+    )
 
 
 def outputs(samples: Sequence[Sample]) -> list[list[int]]:
@@ -108,6 +155,33 @@ def test_tensors(
     assert update.report is not None
     assert outputs(client.generate(PROMPTS, GREEDY)) == outputs(wanted)
     if not checkpoints[0].startswith("sim"):  # whose weights are a hash of how they came
+        assert {e.checksum for e in update.report.engines} == {e.checksum for e in from_disk.engines}
+
+
+def test_a_broadcast(
+    client: RolloutClient, checkpoints: tuple[str, str], engine_kind: str, request: pytest.FixtureRequest
+) -> None:
+    """A trainer of its own process group sends all weights in buckets, which need not wait for each other."""
+    from_disk = client.update_weights_from_disk(checkpoints[1], "w7", verify="checksum")
+    wanted = client.generate(PROMPTS, GREEDY)
+    client.update_weights_from_disk(checkpoints[0], "default")
+    kit = None if engine_kind == "sim" else request.getfixturevalue("own_kit")
+    (port,) = free_ports(1)
+    with Trainer(kit, port, 3, "test", checkpoints[1]) as trainer:
+        group = client.init_group("127.0.0.1", port, group_name="test", backend="gloo")
+        assert group.world_size == 3
+        trainer.join()
+        group.wait(60.0)
+        with client.weight_update("w7", verify="checksum") as update:
+            for bucket in trainer.buckets:
+                names, dtypes, shapes = zip(*bucket, strict=True)
+                update.from_distributed(names, dtypes, shapes, group_name="test")
+                trainer.broadcast()
+        client.destroy_group("test")
+    assert update.report is not None
+    assert len(update.report.updated) == 2
+    assert outputs(client.generate(PROMPTS, GREEDY)) == outputs(wanted)
+    if engine_kind != "sim":  # whose weights are a hash of how they came
         assert {e.checksum for e in update.report.engines} == {e.checksum for e in from_disk.engines}
 
 
