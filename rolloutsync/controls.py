@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rolloutsync.engine import Engine
     from rolloutsync.fleet import Fleet
 
+_MEMORY = ("cuda_graph", "kv_cache", "weights")
+
 
 class Controls:
     """Fans control calls out. Thread-safe. Nothing is re-sent."""
@@ -28,6 +30,7 @@ class Controls:
         self._name = name
         self._pause = object()  # the gate's token while we hold engines paused
         self.kept_closed = object()  # and while a drain has left it closed
+        self._released: set[str] = set()  # memory tags; memory verbs are called one after the other
 
     def everywhere(self, verb: str, call_for: Callable[[Engine], Call], *, gone_ok: bool = False) -> dict[str, Any]:
         """Make a call at every engine and block until all have answered; the answers by URL.
@@ -111,11 +114,15 @@ class Controls:
             advice = "call abort_until_idle(keep_closed=True) first, resume() after"
             raise NotIdleError(f"release_memory needs proof of idle, which is missing for {unproven}: {advice}")
         self.everywhere("release_memory", lambda engine: engine.dialect.release_memory(chosen))
+        self._released |= set(_MEMORY if chosen is None else chosen)
 
     def resume_memory(self, tags: Iterable[str] | None) -> None:
-        """Take memory again everywhere."""
+        """Take memory again everywhere; without tags what we released: an engine dies of a tag that is not released."""
         chosen = _read_tags(tags)
+        if chosen is None and self._released:
+            chosen = sorted(self._released)
         self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(chosen))
+        self._released -= set(_MEMORY if chosen is None else chosen)
 
 
 def _read_tags(tags: Any) -> list[str] | None:

@@ -133,6 +133,11 @@ class Engine:
             self.facts = replace(self.facts, weight_version=version or self.facts.weight_version)
         return self.facts
 
+    def heard_version(self, version: str | None) -> None:
+        """Note the weight version that an answer named."""
+        if version is not None and version != self.facts.weight_version:
+            self.facts = replace(self.facts, weight_version=version)
+
     def scheduler_answers(self, deadline: Deadline) -> bool:
         """Whether a call that goes through the scheduler is answered, whatever it says. One it lacks counts as such."""
         for call in self.dialect.facts_calls():

@@ -10,7 +10,7 @@ from rolloutsync.clock import ActiveTime, Deadline, sooner
 from rolloutsync.errors import clip
 from rolloutsync.gate import Gate, GateMode, Turned
 from rolloutsync.placement import call_all, call_next, choose, leave_line, line_up, none_live, take
-from rolloutsync.slot import EngineState, EngineStatus, Lease, Slot
+from rolloutsync.slot import STALE, EngineState, EngineStatus, Lease, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +145,7 @@ class Fleet:
         """Say anew why an engine is in the state that it is in; logs that once."""
         with self._changed:
             slot = self._slots.get(url)
-            if slot is None or slot.reason == reason:
+            if slot is None or slot.reason.startswith(STALE) or slot.reason == reason:
                 return
             slot.reason = reason
             state = slot.state
@@ -286,7 +286,7 @@ class Fleet:
             slot.answered_at = self._clock.monotonic() if answered else slot.answered_at
             slot.tokens += tokens
             slot.retries += retry
-            slot.weight_version = version or slot.weight_version
+            slot.engine.heard_version(version)
             if slot.state is EngineState.LEAVING and not slot.leases:
                 self._slots.pop(slot.engine.url, None)
             call_next(slot)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from rolloutsync.clock import Deadline
 from rolloutsync.errors import Cut, EngineHTTPError, Phase, ProtocolError, RolloutError, TransportError, clip
-from rolloutsync.slot import EngineState
+from rolloutsync.gate import GateMode
+from rolloutsync.slot import STALE, EngineState
 from rolloutsync.sweep import Sweep
 from rolloutsync.threads import start_thread
 from rolloutsync.vigil import Vigil
@@ -130,6 +131,8 @@ class Watcher:
 
     def _learn(self, engine: Engine) -> None:
         state, reason = self._probe(engine)
+        if state is EngineState.LIVE and (stale := self._staleness(engine)):
+            state, reason = EngineState.QUARANTINED, stale
         self._fleet.set_state(engine.url, state, reason)
 
     def _probe(self, engine: Engine) -> tuple[EngineState, str]:
@@ -165,18 +168,30 @@ class Watcher:
         state, _ = self._probe(engine)
         if state is not EngineState.LIVE:
             return
-        if doubtful and not self._proves_idle(engine):
+        if stale := self._staleness(engine):  # before the proof, whose aborts would hit others' requests there for long
+            self._fleet.explain(engine.url, stale)
             return
-        if self._is_stale(engine):
+        if doubtful and not (self._runs(engine) and self._proves_idle(engine)):
             return
         self._fleet.set_state(engine.url, EngineState.LIVE)
 
-    def _is_stale(self, engine: Engine) -> bool:
-        """Whether it serves other weights than the fleet; it joins when it has them."""
+    def _staleness(self, engine: Engine) -> str:
+        """Why it may not join: it serves other weights than the fleet. Empty if it may."""
         expected, version = self._fleet.expected_version, engine.facts.weight_version
-        if expected is None or version == expected:
+        stale = expected is not None and version != expected
+        return f"{STALE}: it serves weights {version!r}, the fleet {expected!r}" if stale else ""
+
+    def _runs(self, engine: Engine) -> bool:
+        """Continue an engine that we left paused, as far as nobody holds it on purpose."""
+        if not self._fleet.is_paused(engine.url):
+            return True
+        if self._fleet.gate is not GateMode.OPEN:
             return False
-        self._fleet.explain(engine.url, f"it serves weights {version!r}, the fleet {expected!r}")
+        try:
+            engine.call(engine.dialect.resume())
+        except RolloutError:
+            return False
+        self._fleet.set_paused(engine.url, False)
         return True
 
     def _proves_idle(self, engine: Engine) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMIT = 256
 LARGEST_LIMIT = 512
+STALE = "stale"  # how the reason begins of an engine with other weights than the fleet's
 WATCHED_S = 30.0  # for so long a suspect is the only one on its engine; a second time: until it has ended
 
 
@@ -99,7 +100,6 @@ class Slot:
     ranks: dict[int, int] = field(default_factory=dict)  # our requests in flight by DP rank
     paused: bool = False
     proven_idle: bool = False
-    weight_version: str | None = None
     answered_at: float | None = None  # clock seconds of the last whole answer to a request of ours
     homes: WeakSet[Group] = field(default_factory=WeakSet)  # sticky groups that live here
     line: dict[Order, threading.Condition] = field(default_factory=dict)  # of theirs that wait for room, oldest first
@@ -195,7 +195,7 @@ class Slot:
             paused=self.paused,
             dialect=self.engine.dialect.name,
             version=facts.version,
-            weight_version=self.weight_version or facts.weight_version,
+            weight_version=facts.weight_version,
             model_path=facts.model_path,
             dp_size=facts.dp_size,
         )

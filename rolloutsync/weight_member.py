@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.errors import EngineHTTPError, RolloutError, UnsupportedError
@@ -164,7 +163,7 @@ class Member:
         """Ask what the engine calls its weights, and keep it among its facts."""
         engine = self.engine
         version = engine.dialect.read_version(engine.call(engine.dialect.version_call()))
-        engine.facts = replace(engine.facts, weight_version=version)
+        engine.heard_version(version)
         return version
 
 

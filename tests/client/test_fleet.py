@@ -106,7 +106,7 @@ def test_priority_and_turns(make_client: MakeClient) -> None:
     with ScriptedEngine(story) as engine:
         client = make_client(engine.url, engine_concurrency=1)
         plug = client.submit([1])
-        engine.server.await_requests(2)
+        eventually(lambda: len(engine.rids()) == 1, "the plug is there")
         jobs = [client.start([[10], [11], [12]]), client.start([[20], [21]]), client.start([[30]], priority=5)]
         go.set()
         for job in jobs:
@@ -127,7 +127,7 @@ def test_a_broken_engine_does_not_attract_what_it_broke(make_client: MakeClient)
     ):
         client = make_client(b.url, engine_concurrency=1)
         blocked = client.submit([1])
-        b.server.await_requests(2)
+        eventually(lambda: len(b.rids()) == 1, "the second engine is full")
         client.add_engine(a.url)
         second = client.submit([5])
         eventually(lambda: client.engines()[1].state is EngineState.LIVE and len(a.rids()) == 1, "it has failed there")

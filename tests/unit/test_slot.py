@@ -69,5 +69,5 @@ def test_a_picture_of_a_slot() -> None:
     assert (status.url, str(status.state), status.in_flight, status.limit) == ("http://h:1", "live", 1, 10)
     assert (status.dialect, status.version, status.model_path, status.dp_size) == ("sglang", "0.5.23", "m", 2)
     assert (status.weight_version, status.paused, status.reason) == ("1", False, "")
-    slot.weight_version = "2"
+    slot.engine.heard_version("2")
     assert slot.status().weight_version == "2"
