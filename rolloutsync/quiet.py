@@ -161,7 +161,7 @@ class Quiet:
         live = {engine.url for engine in self._fleet.engines(EngineState.LIVE)}
         busy = [drain for drain in report.left if drain.url in live]
         if busy:
-            words = "; ".join(f"{drain.url}: {drain.state.value}, {drain.detail or 'busy'}" for drain in busy)
+            words = "; ".join(map(_told, busy))
             raise NotIdleError(f"not idle after {report.seconds:.1f} s: {words}", report=report)
         return report
 
@@ -180,10 +180,8 @@ class Quiet:
     def _check_paused(self, errors: dict[Engine, RolloutError]) -> None:
         """An engine that is gone, or that got no traffic anyway, is left out; any other is an error."""
         for engine, error in errors.items():
-            if _refused(error) or not isinstance(
-                error, TransportError
-            ):  # where none came, it may be paused all the same
-                self._fleet.set_paused(engine.url, False)
+            unsure = isinstance(error, TransportError) and not _refused(error)  # it may be paused
+            self._fleet.set_paused(engine.url, unsure)
             if _refused(error):
                 self._fleet.set_state(engine.url, EngineState.DOWN, error.message)
         live = self._fleet.engines(EngineState.LIVE)
@@ -229,6 +227,11 @@ class Quiet:
 
 def _idle(drain: EngineDrain) -> bool:
     return drain.state is IdleState.IDLE
+
+
+def _told(drain: EngineDrain) -> str:
+    counts = f"{drain.running} running, {drain.waiting} waiting, {drain.tokens} tokens, {len(drain.rids)} of ours"
+    return f"{drain.url}: {drain.state.value}, {counts}" + (f", {drain.detail}" if drain.detail else "")
 
 
 def _refused(error: RolloutError) -> bool:

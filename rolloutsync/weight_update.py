@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_GROUP = "weight_update_group"
 _BROKEN_OFF_S = 10.0
+_INTERRUPTED_S = 1.0  # Ctrl-C, or a sys.exit
 
 
 class WeightUpdate:
@@ -165,6 +166,21 @@ class WeightUpdate:
 
     def _send(self, what: str, calls: Mapping[str, Call], *, session: bool, together: bool = False) -> Future[None]:
         """Send a bucket in a thread of its own, after the one before."""
+
+        def send(member: Member) -> None:
+            if member.url in calls:
+                member.apply(what, calls[member.url], self.version, session=session)
+
+        before, future = self._enqueue(together=together)
+        try:
+            start_thread(f"{self._name}-update", lambda: self._run(before, future, send, together=together))
+        except RuntimeError:
+            future.set_exception(WeightUpdateError("no thread could be started for the update"))
+            raise
+        return future
+
+    def _enqueue(self, *, together: bool) -> tuple[list[Future[None]], Future[None]]:
+        """The bucket before, if there is one, and the new one."""
         future: Future[None] = Future()
         with self._lock:
             if self._ended:
@@ -173,36 +189,27 @@ class WeightUpdate:
                 raise WeightUpdateError(f"no broadcast can reach all engines any more; {self._lost}")
             before = self._sent[-1:]
             self._sent.append(future)
+        return before, future
 
-        def send(member: Member) -> None:
-            if member.url in calls:
-                member.apply(what, calls[member.url], self.version, session=session)
-
-        def run() -> None:
-            wait(before)
-            try:
-                self._run(send, together=together)
-                future.set_result(None)
-            except Exception as error:  # noqa: BLE001 - a thread's outermost frame: handed to whoever waits
-                future.set_exception(error)
-
+    def _run(
+        self, before: list[Future[None]], future: Future[None], send: Callable[[Member], None], *, together: bool
+    ) -> None:
+        wait(before)
         try:
-            start_thread(f"{self._name}-update", run)
-        except RuntimeError:
-            future.set_exception(WeightUpdateError("no thread could be started for the update"))
-            raise
-        return future
+            if together:
+                self._send_together(send)
+            else:
+                run_all(f"{self._name}-update", self._members, send)
+            future.set_result(None)
+        except Exception as error:  # noqa: BLE001 - a thread's outermost frame: handed to whoever waits
+            future.set_exception(error)
 
-    def _run(self, send: Callable[[Member], None], *, together: bool) -> None:
-        name = f"{self._name}-update"
-        if not together:
-            run_all(name, self._members, send)
-            return
+    def _send_together(self, send: Callable[[Member], None]) -> None:
         if not self.failed:
-            run_together(name, self._members, send, self._cut)
+            run_together(f"{self._name}-update", self._members, send, self._cut)
         if failed := self.failed:
-            self._lose("; ".join(f"{url}: {reason}" for url, reason in failed.items()))
             words = "; ".join(f"{url}: {reason}" for url, reason in failed.items())
+            self._lose(words)
             raise WeightUpdateError(f"the broadcast did not reach all engines: {words}", engine=next(iter(failed)))
 
     # --- the end ---
@@ -223,8 +230,8 @@ class WeightUpdate:
 
     def break_off(self, error: BaseException) -> None:
         """The block raised: whatever was touched is stale, for nobody knows what was still to come."""
-        sent = self._close()
-        if wait(sent, _BROKEN_OFF_S).not_done:
+        sent, patience_s = self._close(), _BROKEN_OFF_S if isinstance(error, Exception) else _INTERRUPTED_S
+        if wait(sent, patience_s).not_done:
             for member in self._members:
                 self._cut(member.url)
             wait(sent, _BROKEN_OFF_S)

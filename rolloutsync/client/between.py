@@ -129,7 +129,8 @@ class BetweenSteps(CoreOwner):
         Entering makes the engines quiet, as ``quiesced(mode)`` does; leaving awaits the buckets, empties the caches
         once, names the weights, reads the name back, and lets the engines go on. From then on only engines with these
         weights get traffic. An engine that failed is quarantined as stale; the others go on. A broadcast that does not
-        reach one engine makes all of them stale, and its group is destroyed. They all take part in the next update.
+        reach one engine makes all of them stale, and its group is destroyed. They all take part in the next update; one
+        that got its weights is back when it is proven idle, some seconds later.
 
         An exception in the block goes on its way after the engines were continued; engines that had been sent
         anything are stale. Weight calls may take ``Timeouts.long_control_s`` each and are never re-sent. One update at

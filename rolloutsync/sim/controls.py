@@ -132,10 +132,10 @@ def _tags(body: dict[str, Any]) -> set[str]:
 
 
 async def resume_memory(engine: Engine, request: Request) -> Response:
-    """Answers `/resume_memory_occupation`; an engine dies of a tag that is not released."""
+    """Answers `/resume_memory_occupation`; an engine dies of a tag that is not released, here only if others are."""
     tags = _tags(await json_body(request))
     await engine.thawed()
-    if not tags <= engine.released:
+    if engine.released and not tags <= engine.released:
         engine.die(engine.config.death_delay_s)
         await asyncio.get_running_loop().create_future()
     engine.released -= tags
