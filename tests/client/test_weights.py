@@ -22,6 +22,7 @@ from rolloutsync import (
     WeightUpdate,
     WeightUpdateError,
     weight_member,
+    weight_update,
 )
 from rolloutsync.clock import Clock
 from rolloutsync.sim import Fault, SimFleet
@@ -428,6 +429,26 @@ def test_an_exception_after_something_was_sent(fleet: SimFleet, make_client: Mak
         update.from_tensor(tensors_for(fleet[:2]))
     assert update.report is not None
     assert len(update.report.updated) == 2
+
+
+def test_ctrl_c_while_a_bucket_is_on_its_way(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is not waited for much longer; the engines go on, stale."""
+    monkeypatch.setattr(weight_update, "_INTERRUPTED_S", 0.1)
+    sent = threading.Event()
+
+    def block(update: WeightUpdate) -> None:
+        update.from_distributed(*BUCKET)
+        assert sent.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    with weight_engines(WeightEngine({SENT: [tell(sent), silence]})) as (engine,):
+        client = make_client(engine.url)
+        with pytest.raises(KeyboardInterrupt), client.weight_update("2", "hold") as update:
+            block(update)
+        ended = ["end_weight_update", "destroy_weights_update_group", "continue_generation"]
+        assert engine.steps()[-3:] == ended
+        assert "aborted by us" in update.failed[engine.url]
+        assert states(client) == ["quarantined"]
 
 
 def test_a_second_update_is_refused(fleet: SimFleet, make_client: MakeClient) -> None:

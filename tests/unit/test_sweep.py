@@ -10,7 +10,7 @@ import pytest
 from rolloutsync.clock import Deadline
 from rolloutsync.dialects.base import LoadKind, LoadReading, unknown_load
 from rolloutsync.engine import Engine
-from rolloutsync.errors import EngineHTTPError, Phase, RolloutError, TransportError
+from rolloutsync.errors import Cut, EngineHTTPError, Phase, RolloutError, TransportError
 from rolloutsync.proof import IdleState
 from rolloutsync.sweep import EngineDrain, Sweep
 from tests.fakes import FakeClock
@@ -252,6 +252,14 @@ def test_a_refused_connection_is_gone() -> None:
     assert report.state is IdleState.GONE
     assert report.state.quiet
     assert (report.sweeps, report.aborts, report.detail) == (1, 0, "connection refused")
+
+
+def test_a_closed_client_ends_it() -> None:
+    """No reading comes to anything any more, and nobody rests between them: the time that is left is not used up."""
+    engine = _engine(running=1)
+    engine.answers = _fails(TransportError("cut by us", phase=Phase.SENT, cut=Cut.CLOSE))
+    report = _sweep(engine)
+    assert (report.state, report.sweeps, report.aborts) == (IdleState.UNKNOWN, 1, 0)
 
 
 def test_a_failed_abort_is_told_and_tried_again() -> None:
