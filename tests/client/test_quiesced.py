@@ -13,7 +13,7 @@ from rolloutsync.sim import Fault, SimFleet
 from rolloutsync.sim.tokens import expected_tokens
 from tests.background import in_thread
 from tests.client.kit import ENDLESS, calls, check_sample, error_answer, params, prompts
-from tests.client.weightkit import WeightEngine
+from tests.client.weightkit import WeightEngine, slowly
 from tests.wire import WAIT_S, close, eventually, silence
 
 MakeClient = Callable[..., RolloutClient]
@@ -50,14 +50,15 @@ def test_abort_gives_partials_and_a_proof(fleet: SimFleet, make_client: MakeClie
 def test_hold_and_retract_lose_nothing(fleet: SimFleet, make_client: MakeClient, mode: str) -> None:
     """What runs goes on after the block, and is what it would have been; no attempt is used."""
     client = make_client(fleet[:2])
-    job = client.start(prompts(4), params(150), timeout=5.0)
-    eventually(lambda: running(client) == 4, "they run")
-    with client.quiesced(mode) as report:
-        assert report is None
-        assert paused(fleet, 2) == [True, True]
-        assert not job.wait(0.1)
-        with pytest.raises(NotIdleError, match="release_memory needs proof of idle"):
-            client.release_memory()
+    with slowly(fleet.engines[:2]):
+        job = client.start(prompts(4), params(150), timeout=8.0)
+        eventually(lambda: running(client) == 4, "they run")
+        with client.quiesced(mode) as report:
+            assert report is None
+            assert paused(fleet, 2) == [True, True]
+            assert not job.wait(0.1)
+            with pytest.raises(NotIdleError, match="release_memory needs proof of idle"):
+                client.release_memory()
     for sample, ids in zip(job.result(), prompts(4), strict=True):
         check_sample(sample, ids, 150)
         assert sample.attempts == 1

@@ -143,6 +143,7 @@ def test_a_checkpoint_that_is_not_there(client: RolloutClient, tmp_path: Path) -
     assert outputs(client.generate(PROMPTS, GREEDY)) == outputs(before)
 
 
+@pytest.mark.slow
 def test_tensors(
     client: RolloutClient, llama_urls: Sequence[str], checkpoints: tuple[str, str], serialize: Serialize
 ) -> None:
@@ -158,6 +159,7 @@ def test_tensors(
         assert {e.checksum for e in update.report.engines} == {e.checksum for e in from_disk.engines}
 
 
+@pytest.mark.slow
 def test_a_broadcast(
     client: RolloutClient, checkpoints: tuple[str, str], engine_kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -185,6 +187,7 @@ def test_a_broadcast(
         assert {e.checksum for e in update.report.engines} == {e.checksum for e in from_disk.engines}
 
 
+@pytest.mark.slow
 def test_the_colocated_sequence(
     client: RolloutClient, llama_urls: Sequence[str], checkpoints: tuple[str, str], serialize: Serialize
 ) -> None:
