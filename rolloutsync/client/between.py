@@ -54,6 +54,7 @@ class BetweenSteps(CoreOwner):
 
         Raises:
             NotIdleError: Not proven idle in time; names each engine and what remained, carries the report.
+            RolloutError: ``quiesced`` or a weight update holds the engines; the same goes for ``pause`` and ``resume``.
         """
         _check_scope(scope)
         check_number("timeout", timeout)
