@@ -261,6 +261,19 @@ def test_an_engine_that_joins_in_the_middle(fleet: SimFleet, make_client: MakeCl
     assert [engine.state for engine in update.report.engines] == [UpdateState.UPDATED, UpdateState.ABSENT]
 
 
+def test_an_engine_that_joins_after_an_update(fleet: SimFleet, make_client: MakeClient) -> None:
+    """It serves other weights, so it gets no traffic, until an update that it gets."""
+    client = make_client(fleet[0])
+    client.update_weights_from_disk("new", "2", "hold")
+    client.add_engine(fleet[1])
+    status = client.engines()[1]
+    assert (str(status.state), status.weight_version) == ("quarantined", "default")
+    assert status.reason == "stale: it serves weights 'default', the fleet '2'"
+    assert len(client.update_weights_from_disk("new", "3", "hold").updated) == 2
+    assert [engine.weight_version for engine in client.engines()] == ["3", "3"]
+    eventually(lambda: states(client) == ["live"] * 2, "the watcher brings it in")
+
+
 # --- when something breaks in the middle ---
 
 
