@@ -20,6 +20,14 @@ settings.load_profile("repeatable")
 SETTLE_S = 5.0  # a thread or socket that is on its way out may take this long
 
 
+FAST = "not real and not slow and not ray and not gpu"  # as in pyproject.toml
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The fast suite has two cores; what a marker asks for runs alone: it measures time, or starts large engines."""
+    return 2 if config.option.markexpr == FAST else 0
+
+
 def our_threads() -> set[str]:
     """Names of live threads that rolloutsync started."""
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("rolloutsync-")}

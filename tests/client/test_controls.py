@@ -46,13 +46,13 @@ def test_a_pause_holds_generate(fleet: SimFleet, make_client: MakeClient) -> Non
 def test_an_in_place_pause_freezes_what_runs(fleet: SimFleet, make_client: MakeClient) -> None:
     """Running samples go on after resume() as if nothing had been; the pause does not use up their time."""
     client = make_client(fleet)
-    running = in_thread(lambda: client.generate(prompts(4), params(400), timeout=0.8))
+    running = in_thread(lambda: client.generate(prompts(4), params(600), timeout=1.6))
     eventually(lambda: sum(engine.state()["running"] for engine in fleet.engines) == 4, "they run")
     client.pause("in_place")
-    let_pass(0.6)
+    let_pass(1.4)
     client.resume()
     for sample, ids in zip(running.result(5.0), prompts(4), strict=True):
-        check_sample(sample, ids, 400)
+        check_sample(sample, ids, 600)
 
 
 def test_an_aborting_pause_returns_partials(fleet: SimFleet, make_client: MakeClient) -> None:

@@ -13,11 +13,12 @@ EVERY_ID = list(range(512))
 
 
 def fill(caller: Caller, count: int) -> list[Any]:
-    """Starts long requests `r0`, `r1`, ... one after the other, and returns the calls."""
+    """Starts long requests `r0`, `r1`, ..., of which four run and the others wait, and returns the calls."""
     calls = []
     for number in range(count):
         calls.append(caller.begin_generate([10 + number, 5, 6], 1900, rid=f"r{number}"))
-        caller.await_row(f"r{number}", "running", "waiting")
+        caller.await_row(f"r{number}", "running" if number < 4 else "waiting")
+    caller.await_state(lambda state: state["waiting"] == max(0, count - 4), "all have arrived in the queue")
     return calls
 
 
