@@ -189,13 +189,14 @@ def test_the_package_is_typed() -> None:
 
 
 def test_importing_is_quick_and_light() -> None:
-    """In CPU seconds, the best of three: other processes may be in the way."""
+    """Our own share, in CPU seconds, the best of three: others may be in the way, and numpy's is not ours."""
     assert min(_import_seconds() for _ in range(3)) < _QUICK_S
 
 
 def _import_seconds() -> float:
     code = (
-        "import sys, time; begun = time.process_time(); import rolloutsync; print(time.process_time() - begun); "
+        "import sys, time, numpy, requests, orjson, pybase64, tqdm; "
+        "begun = time.process_time(); import rolloutsync; print(time.process_time() - begun); "
         f"assert not {_HEAVY!r} & set(sys.modules), set(sys.modules)"
     )
     command = [sys.executable, "-c", code]
@@ -204,7 +205,7 @@ def _import_seconds() -> float:
     return float(done.stdout)
 
 
-_QUICK_S = 0.3
+_QUICK_S = 0.2
 
 
 @pytest.mark.parametrize("package", _PACKAGES)
