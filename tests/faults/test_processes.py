@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rolloutsync import RolloutClient
+from rolloutsync import RolloutClient, install_sigterm
+from tests.background import in_thread
 from tests.client.kit import ScriptedEngine, body_of, error_answer, prompts, quiet
 from tests.faults.engine import LiveEngine
 from tests.faults.kit import IMPATIENT, MakeClient, echo
@@ -96,6 +97,25 @@ def test_sigterm_is_the_systems(client_to: MakeClient) -> None:
         assert signal.getsignal(signal.SIGTERM) is before
         assert Child(GENERATES, engine.url, running(engine)).ends(0.5, signal.SIGTERM) == (-signal.SIGTERM, "")
         eventually(lambda: engine.journal.ends() == ["lost"] * 100, "the engine is free")
+
+
+ASKED_FOR = "from rolloutsync import install_sigterm\ninstall_sigterm()\n"
+
+
+@SLOWLY
+def test_sigterm_that_was_asked_for() -> None:
+    """B32: with ``install_sigterm()`` it ends like ``sys.exit(143)``: our ids are aborted first, nothing is printed."""
+    with LiveEngine() as engine:
+        child = Child(ASKED_FOR + GENERATES, engine.url, running(engine))
+        assert child.ends(2.0, signal.SIGTERM) == (128 + signal.SIGTERM, "")
+        eventually(lambda: engine.running() == 0, "the engine is free")
+        assert engine.aborts or child.grace_s > 3.0
+        assert engine.sweeps() == []
+
+
+def test_sigterm_is_for_the_main_thread() -> None:
+    with pytest.raises(ValueError, match="must be called from the main thread, not from 'Thread"):
+        in_thread(install_sigterm).result(5.0)
 
 
 EXIT, RAISE = "sys.exit(3)", "raise ValueError('ours')"
