@@ -30,6 +30,7 @@ from rolloutsync.resume import Resumed
 from rolloutsync.retry import Judge
 from rolloutsync.rollout import Rollout
 from rolloutsync.sample import Prompt, Sample
+from rolloutsync.sessions import Sessions
 from rolloutsync.slot import LARGEST_LIMIT
 from rolloutsync.stats import EngineStats, Stats
 from rolloutsync.threads import start_thread
@@ -96,6 +97,7 @@ class Core:
         self.watcher = Watcher(self.fleet, self.clock, self.name, config.timeouts)
         self.controls = Controls(self.fleet, self.name)
         self.ledger = Ledger()
+        self._sessions = Sessions()
         self.workers = self._make_workers()
         self.drainer = Drainer(self.fleet, self.clock, self.name, self.workers.drop)
         self.quiet = Quiet(self.fleet, self.drainer, self.clock, self.name)
@@ -195,7 +197,7 @@ class Core:
                 prompt=one.prompt if one.base is not None else self._of_member(one.prompt, one.member),
                 index=one.index,
                 member=one.member,
-                group=one.group,
+                group=one.group if one.group.sticky else self._sessions.group_of(one.prompt) or one.group,
                 job=job,
                 deadline=deadline,
                 admitted_at=now,

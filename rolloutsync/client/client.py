@@ -142,7 +142,8 @@ class RolloutClient(BetweenSteps, Members):
             keep_partials: False starts partials over from their bare prompts.
             **request_fields: Sent with every request: ``return_logprob`` (True unless given), ``logprob_start_len``,
                 ``top_logprobs_num``, ``return_routed_experts``, ``return_hidden_states``, ``priority`` (higher first,
-                here too), ``session_id``, ``lora_path``, ...
+                here too), ``session_id`` (all requests that bear the same go to one engine while it is live),
+                ``lora_path``, ...
 
         Returns:
             ``len(batch) * n`` samples, prompt-major, in input order.

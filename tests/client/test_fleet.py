@@ -116,6 +116,19 @@ def test_priority_and_turns(make_client: MakeClient) -> None:
     assert order == [1, 30, 10, 20, 11, 21, 12]
 
 
+def test_a_session_stays_on_one_engine(fleet: SimFleet, make_client: MakeClient) -> None:
+    """Calls that bear the same session_id follow each other to one engine, busy as it may be; others spread."""
+    client = make_client(fleet, engine_concurrency=2)
+    for _ in range(3):
+        samples = client.generate([{"input_ids": ids, "session_id": "a"} for ids in prompts(6)], params(4))
+        others = client.generate(prompts(12), params(20), session_id=None)
+        assert len({sample.engine for sample in others}) > 1
+        homes = {sample.engine for sample in samples}
+        assert len(homes) == 1
+    again = client.submit([1, 2], params(2), session_id="a").result(10.0)
+    assert {again.engine} == homes
+
+
 def test_a_broken_engine_does_not_attract_what_it_broke(make_client: MakeClient) -> None:
     """A sample that failed at one engine waits for another that is full: one that fails at once always has room."""
 

@@ -114,7 +114,7 @@ def test_sigterm_that_was_asked_for() -> None:
 
 
 def test_sigterm_is_for_the_main_thread() -> None:
-    with pytest.raises(ValueError, match="must be called from the main thread, not from 'Thread"):
+    with pytest.raises(ValueError, match="must be called from the main thread, not from 'caller'"):
         in_thread(install_sigterm).result(5.0)
 
 

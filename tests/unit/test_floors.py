@@ -33,6 +33,7 @@ _FLOORS = {
     "proof": 3,
     "gate": 3,
     "weight_report": 3,
+    "sessions": 3,
     "slot": 3,
     "placement": 3,
     "ledger": 3,
