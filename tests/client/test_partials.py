@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from rolloutsync.sim import SimFleet
 from rolloutsync.sim.tokens import expected_tokens
 from tests.client.conftest import MakeClient
 from tests.client.kit import ScriptedEngine, body_of, check_sample, completion, params, prompts
+from tests.processes import run
 from tests.wire import Request, Script, answer, eventually
 
 
@@ -90,23 +90,42 @@ def test_three_rounds_over_changing_weights(slow_fleet: SimFleet, make_client: M
 ROUND: dict[str, Any] = {"sampling_params": params(200), "return_routed_experts": True}
 
 
-def test_a_resumed_sample_equals_an_uninterrupted_one(fleet: SimFleet, make_client: MakeClient, tmp_path: Path) -> None:
-    """Cut, saved, loaded in a new process (kill -9 would do no more) and resumed there: token for token the same."""
-    client = make_client(fleet)
-    batch = [*prompts(3), "a text whose ids the engine tells"]
-    samples = cut_at(client, fleet, batch, 10, sampling_params=params(2000, sampling_seed=7))
-    assert {sample.status for sample in samples} == {Status.ABORTED}
-    assert samples[3].prompt.input_ids is not None
-    save_samples(tmp_path / "step.npz", samples)
-    code = (
-        "import sys; from rolloutsync import *; client = RolloutClient(sys.argv[2:], progress=False)\n"
-        "save_samples(sys.argv[1] + '.done', client.generate(load_samples(sys.argv[1]))); client.close()"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "step.npz"), *fleet.urls], check=True, timeout=60)
-    done = load_samples(tmp_path / "step.npz.done")
+DRAINED = """
+import os, signal, sys, time
+from rolloutsync import RolloutClient, save_samples
+from tests.client.kit import params, prompts
+client = RolloutClient(sys.argv[2:], progress=False)
+job = client.start([*prompts(3), "a text whose ids the engine tells"], params(2000, sampling_seed=7))
+while sum(load.tokens for load in client.loads().values()) < 100:
+    time.sleep(0.02)
+client.abort_until_idle()
+save_samples(sys.argv[1], job.result())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+RESUMED = """
+import sys
+from rolloutsync import RolloutClient, load_samples, save_samples
+with RolloutClient(sys.argv[2:], progress=False) as client:
+    save_samples(sys.argv[1] + ".done", client.generate(load_samples(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_was_killed_goes_on_in_another_process(fleet: SimFleet, tmp_path: Path) -> None:
+    """kill -9 after a drain; the saved partials, resumed by a new process, equal an uninterrupted run."""
+    path = str(tmp_path / "step.npz")
+    assert run(DRAINED, path, *fleet.urls).returncode == -signal.SIGKILL
+    partials = load_samples(path)
+    assert {sample.status for sample in partials} == {Status.ABORTED}
+    assert all(0 < len(sample.output_ids) < 2000 for sample in partials)
+    ended = run(RESUMED, path, *fleet.urls)
+    assert ended.returncode == 0, ended.stderr
+    done = load_samples(path + ".done")
     for sample, ids in zip(done, prompts(3), strict=False):
         check_sample(sample, ids, 2000, seed=7)
-    assert done[3].output_ids.tolist() == expected_tokens(samples[3].prompt.input_ids.tolist(), 2000, seed=7)
+    told = partials[3].prompt.input_ids
+    assert told is not None
+    assert done[3].output_ids.tolist() == expected_tokens(told.tolist(), 2000, seed=7)
 
 
 def test_a_mixed_batch(fleet: SimFleet, make_client: MakeClient) -> None:
