@@ -49,12 +49,13 @@ class Workers:
         self._clock = clock
         self._name = name
         self._numbers = itertools.count()
-        # _changed's lock guards: _waiting, _threads, _idle, _starting, _closed. Never held across a rollout or a start.
+        # _changed's lock guards all that follows. Never held across a rollout; across a start only of the first thread.
         self._changed = threading.Condition()
         self._waiting: Admission[tuple[Order, Deliver]] = Admission()
-        self._threads: set[threading.Thread] = set()
+        self._threads: set[threading.Thread] = set()  # those that run, for join
+        self._size = 0  # threads that run or are being started
+        self._starting = 0  # of these, the ones that have not come for their first order yet
         self._idle = 0
-        self._starting = 0
         self._closed = False
 
     def admit(self, orders: list[Order], deliver: Deliver) -> None:
@@ -70,8 +71,10 @@ class Workers:
         with self._changed:
             if self._closed:
                 raise ClientClosedError("the client is closed")
-            if not self._threads and not self._starting:
+            if not self._size:
                 self._threads.add(self._start_one())
+                self._size += 1
+                self._starting += 1
             self._ledger.admit(orders)
             for (job, priority), line in lines.items():
                 self._waiting.put(line, job=job, priority=priority)
@@ -94,11 +97,15 @@ class Workers:
         return sample
 
     def grow(self) -> None:
-        """Start the threads that what waits and the present capacity call for; also when an engine has come."""
+        """Start the threads that what waits and the present capacity call for; also when an engine has come.
+
+        Each order that waits has a thread that is idle, or on its way to its first order, as far as there is capacity.
+        """
         capacity = self._capacity()
         with self._changed:
-            missing = min(len(self._waiting) - self._idle, capacity - len(self._threads)) - self._starting
+            missing = min(len(self._waiting) - self._idle - self._starting, capacity - self._size)
             missing = 0 if self._closed else max(0, missing)
+            self._size += missing
             self._starting += missing
         self._start(missing)
 
@@ -110,10 +117,10 @@ class Workers:
             except RuntimeError as error:
                 log.warning("only %d worker threads (%s): raise RLIMIT_NPROC or pids.max", len(self._threads), error)
                 with self._changed:
+                    self._size -= count - started
                     self._starting -= count - started
                 return
             with self._changed:
-                self._starting -= 1
                 self._threads.add(thread)
 
     def _start_one(self) -> threading.Thread:
@@ -121,6 +128,8 @@ class Workers:
 
     def _run(self) -> None:
         """A worker's life: take the next order, make its sample, deliver it; leave after ten idle seconds."""
+        with self._changed:
+            self._starting -= 1
         while (work := self._next()) is not None:
             order, deliver = work
             self._ledger.take(order)
@@ -132,6 +141,7 @@ class Workers:
             while not self._waiting:
                 if self._closed or until.expired:
                     self._threads.discard(threading.current_thread())
+                    self._size -= 1
                     return None
                 self._idle += 1
                 try:
