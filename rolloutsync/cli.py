@@ -114,6 +114,7 @@ def sim(
         max_running_requests=max_running_requests,
         tokens_per_second=tokens_per_second,
         dp_size=dp_size,
+        random_when_unseeded=True,
     )
 
 

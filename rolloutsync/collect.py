@@ -142,7 +142,8 @@ class Collector:
         self._sent = False
         self._accepted = 0
         self._undecided = 0  # groups read, neither accepted nor rejected
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = 0  # groups without a sample that did not fail
+        self._spoilt_in_a_row = 0  # groups with one that did
         self._verdicts: dict[int, Future[object]] = {}  # that are asked for, by the group's index
         self._bar = Progress(plan.target, plan.progress, means.clock, unit="group")
         # _changed's lock guards: _events, _open, _tokens, _interrupted, and members of rows whose sample is open.
@@ -315,16 +316,19 @@ class Collector:
         self._accepted += row.verdict
         self._undecided -= 1
         if not row.has(Status.FAILED):
-            self._failed_in_a_row = 0
+            self._failed_in_a_row = self._spoilt_in_a_row = 0
 
     def _check_failures(self, row: _Row) -> None:
         """Stop where nothing works: an endless source would be read to no end."""
         all_failed = all(sample.status is Status.FAILED for sample in row.samples)
         self._failed_in_a_row = self._failed_in_a_row + 1 if all_failed else 0
+        self._spoilt_in_a_row += 1
         hopeless = self._failed_in_a_row == len(self._rows) and self._dry and not self._undecided
-        if hopeless or self._failed_in_a_row >= max(_PATIENCE, self._plan.window(0)):
-            first = row.samples[0].error
-            words = f"every sample of the last {self._failed_in_a_row} groups failed; the last: {first}"
+        patience = max(_PATIENCE, self._plan.window(0))
+        if hopeless or self._failed_in_a_row >= patience or self._spoilt_in_a_row >= 4 * patience:
+            first = next(sample.error for sample in row.samples if sample.error is not None)
+            all_or_some = "every sample" if hopeless or self._failed_in_a_row >= patience else "some sample"
+            words = f"{all_or_some} of the last {self._spoilt_in_a_row} groups failed; the last: {first}"
             counts = {Status.FAILED.value: len(row.samples)}
             raise BatchError(words, samples=list(row.samples), counts=counts) from first
 

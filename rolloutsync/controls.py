@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rolloutsync.engine import Engine
     from rolloutsync.fleet import Fleet
 
+log = logging.getLogger("rolloutsync.controls")
 _MEMORY = ("cuda_graph", "kv_cache", "weights")
 
 
@@ -30,6 +32,7 @@ class Controls:
         self._name = name
         self._pause = object()  # the gate's token while we hold engines paused
         self.kept_closed = object()  # and while a drain has left it closed
+        self._memory = object()  # while memory is given back: a request would kill the engine
         self._released: set[str] = set()  # memory tags; memory verbs are called one after the other
 
     def everywhere(self, verb: str, call_for: Callable[[Engine], Call], *, gone_ok: bool = False) -> dict[str, Any]:
@@ -106,6 +109,17 @@ class Controls:
         for url in urls:
             self._fleet.set_paused(url, paused)
 
+    def let_go(self, url: str) -> None:
+        """Continue an engine that we hold paused, before it is removed: nobody else would."""
+        if not self._fleet.is_paused(url):
+            return
+        for engine in self._fleet.engines():
+            if engine.url == url:
+                try:
+                    engine.call(engine.dialect.resume())
+                except RolloutError as error:
+                    log.warning("engine %s is removed while paused, and could not be continued: %s", url, error.message)
+
     def release_memory(self, tags: Iterable[str] | None) -> None:
         """Give memory back everywhere; refused unless every engine is proven idle: a busy one dies of it."""
         chosen = _read_tags(tags)
@@ -113,16 +127,19 @@ class Controls:
         if unproven:
             advice = "call abort_until_idle(keep_closed=True) first, resume() after"
             raise NotIdleError(f"release_memory needs proof of idle, which is missing for {unproven}: {advice}")
-        self.everywhere("release_memory", lambda engine: engine.dialect.release_memory(chosen))
+        self._fleet.close_gate(self._memory, GateMode.HOLD)
         self._released |= set(_MEMORY if chosen is None else chosen)
+        self.everywhere("release_memory", lambda engine: engine.dialect.release_memory(chosen), gone_ok=True)
 
     def resume_memory(self, tags: Iterable[str] | None) -> None:
         """Take memory again everywhere; without tags what we released: an engine dies of a tag that is not released."""
         chosen = _read_tags(tags)
         if chosen is None and self._released:
             chosen = sorted(self._released)
-        self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(chosen))
+        self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(chosen), gone_ok=True)
         self._released -= set(_MEMORY if chosen is None else chosen)
+        if not self._released:
+            self._fleet.open_gate(self._memory)
 
 
 def _read_tags(tags: Any) -> list[str] | None:

@@ -69,6 +69,7 @@ class Fleet:
         self.cuts = 0  # engine-wide aborts so far; only grows
         self.closings = 0  # closings of the gate that ended what waited; only grows
         self.expected_version: str | None = None  # of the weights; None: any engine may join
+        self.expected_since = 0.0  # clock seconds
 
     # --- membership ---
 
@@ -186,8 +187,8 @@ class Fleet:
     def note_orphan(self, url: str, rid: str) -> None:
         """A request may run on at an engine though nobody waits for it, until that is proven idle or gone."""
         with self._changed:
-            if url in self._slots:
-                self._slots[url].orphans.setdefault(rid, self._clock.monotonic())
+            for slot in self._some_locked(url):
+                slot.orphans.setdefault(rid, self._clock.monotonic())
 
     def orphans(self, url: str | None = None) -> list[tuple[str, str, float]]:
         """(engine, rid, clock seconds since) of each such request, at one engine or all."""
@@ -293,6 +294,10 @@ class Fleet:
             self._room.notify(len(self._slots) + _WOKEN if lease.order.life.died_on else _WOKEN)
             if self._drains:
                 self._changed.notify_all()
+            expected = self.expected_version
+        if None not in {version, expected} and version != expected and lease.since > self.expected_since:
+            words = f"{STALE}: it answered with weights {version!r}, the fleet has {expected!r}"
+            self.set_state(lease.engine.url, EngineState.QUARANTINED, words)
 
     def rest(self, order: Order, seconds: float, deadline: Deadline) -> None:
         """Wait ``seconds`` before another attempt; ends early when the order is called off or the client closes."""
@@ -355,8 +360,7 @@ class Fleet:
 
     def unavailable(self) -> EngineUnavailableError:
         """The error that names each engine and why it is not live."""
-        with self._changed:
-            return none_live(self._slots, self._engine_wait_s)
+        return none_live(dict(self._slots), self._engine_wait_s)
 
     # --- under the lock ---
 

@@ -169,6 +169,7 @@ class Watcher:
         if state is not EngineState.LIVE:
             return
         if stale := self._staleness(engine):  # before the proof, whose aborts would hit others' requests there for long
+            self._fleet.set_state(engine.url, EngineState.QUARANTINED, stale)  # it is there: the next update takes it
             self._fleet.explain(engine.url, stale)
             return
         if doubtful and not (self._runs(engine) and self._proves_idle(engine)):

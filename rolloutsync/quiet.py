@@ -54,6 +54,8 @@ class Quiet:
         # _changed's lock guards: all that follows. Never held across I/O: whoever enters or leaves is _moving.
         self._changed = threading.Condition()
         self._moving = False
+        self._guests = 0  # drains, pauses and resumes at work: no block begins meanwhile
+        self._holders: list[int] = []  # threads that are in a block, once for each
         self._depth = 0
         self._mode = ""
         self._report: DrainReport | None = None
@@ -72,12 +74,27 @@ class Quiet:
         with self._changed:
             return self._mode
 
-    def check_free(self, verb: str) -> None:
-        """Raise RolloutError inside a block: ``verb`` would take the quiet away."""
+    @contextmanager
+    def guest(self, verb: str) -> Iterator[None]:
+        """No block begins while ``verb`` is at work; raises RolloutError inside one: it would take the quiet away."""
         with self._changed:
-            busy = self._moving or self._depth
-        if busy:
-            raise RolloutError(f"{verb} is refused while quiesced() or a weight update holds the engines")
+            if self._moving or self._depth:
+                raise RolloutError(f"{verb} is refused while quiesced() or a weight update holds the engines")
+            self._guests += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._guests -= 1
+                self._changed.notify_all()
+
+    def check_not_mine(self, verb: str) -> None:
+        """Raise RolloutError in a thread that is in a block of its own: ``verb`` would wait for ever for its end."""
+        with self._changed:
+            mine = threading.get_ident() in self._holders
+        if mine:
+            advice = "use start(), and take the result after the block"
+            raise RolloutError(f"{verb} would wait for ever for the end of the block that it is called in: {advice}")
 
     @contextmanager
     def block(self, mode: str, timeout: float) -> Iterator[DrainReport | None]:
@@ -89,9 +106,12 @@ class Quiet:
             ValueError: Inside a block of another mode, but for "abort", which is stronger than all.
         """
         report = self._enter(mode, Deadline.after(self._clock, timeout))
+        me = threading.get_ident()
+        self._holders.append(me)
         try:
             yield report
         finally:
+            self._holders.remove(me)
             self._leave()
 
     def let_go(self, seconds: float) -> None:
@@ -105,9 +125,10 @@ class Quiet:
 
     def _enter(self, mode: str, deadline: Deadline) -> DrainReport | None:
         with self._changed:
-            while self._moving:
+            while self._moving or self._guests:
                 if deadline.expired:
-                    raise DeadlineExceededError(f"another thread is still entering or leaving mode {self._mode!r}")
+                    doing = "draining, pausing or resuming" if self._guests else f"entering or leaving {self._mode!r}"
+                    raise DeadlineExceededError(f"another thread is still {doing}")
                 self._clock.wait(self._changed, deadline.remaining())
             if self._depth:
                 _check_nested(mode, self._mode)
@@ -192,9 +213,12 @@ class Quiet:
 
     def _continue(self, paused: tuple[Engine, ...], deadline: Deadline | None = None) -> None:
         """Continue engines; one that does not answer gets no traffic until it is continued."""
-        held = [engine for engine in paused if self._fleet.is_paused(engine.url)]
+        members = self._fleet.engines()  # one that was removed meanwhile is not ours any more, but paused by us
+        held = [engine for engine in paused if engine not in members or self._fleet.is_paused(engine.url)]
         errors = self._each("resume", held, lambda engine: engine.dialect.resume(), deadline)
         for engine in held:
+            if engine not in members:
+                continue
             error = errors.get(engine)
             if error is None or _refused(error):
                 self._fleet.set_paused(engine.url, False)

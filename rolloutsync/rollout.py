@@ -127,7 +127,8 @@ class Rollout:
             words = f"an unknown finish_reason {kind!r}" if kind else "no finish_reason"
             raise ProtocolError(f"the answer has {words}", engine=trail.engine, rid=trail.rid)
         trail.attempts += 1
-        return segment
+        overlapped = self._fleet.expected_since > started  # by an update that let it go on
+        return _unsure(segment) if overlapped else segment
 
     # --- ends ---
 
@@ -260,6 +261,13 @@ def _poisonous(trail: _Trail) -> PoisonPromptError:
 def _cut(error: RolloutError) -> Cut | None:
     """Why we ended the exchange ourselves, or None if that is not what happened."""
     return error.cut if isinstance(error, TransportError) else None
+
+
+def _unsure(segment: Segment) -> Segment:
+    """An engine without ``weight_versions`` (before 0.5.20) names the last version for all tokens: nobody knows."""
+    if "weight_versions" in segment.meta_info:
+        return segment
+    return replace(segment, weight_spans=tuple(span._replace(version=None) for span in segment.weight_spans))
 
 
 def _version(segment: Segment | None) -> str | None:

@@ -120,7 +120,7 @@ class Turn:
         self._check()
         try:
             item = self._stage.read(prompt, sampling_params, request_fields)
-            sample = item if isinstance(item, Sample) else self._make(item, timeout)
+            sample = self._make(item, timeout)
         except ClientClosedError:
             raise self._interrupt("the client was closed") from None
         return self._record(sample, on_error)
@@ -177,11 +177,13 @@ class Turn:
             self._reason = self._reason or reason
         return EpisodeInterrupt(f"item {self.index}: {reason}")
 
-    def _make(self, item: Prompt | Resumed, timeout: float | None) -> Sample:
+    def _make(self, item: Item, timeout: float | None) -> Sample:
         stage, deadline = self._stage, self._stage.deadline.or_sooner(self._stage.active, timeout)
         with self._lock:
             number, self._begun = self._begun, self._begun + 1
             group = self._group
+        if isinstance(item, Sample):  # of an earlier run; it counts, so that the seeds of later turns are the same
+            return replace(item, index=self.index, member=number)
         if isinstance(item, Resumed):
             return stage.make(Wanted(item.prompt, self.index, number, group, item.base), deadline)
         return stage.make(Wanted(_asking_ids(item), self.index, number, group), deadline)

@@ -60,8 +60,16 @@ class Groups:
         self._cut = cut
         self._clock = clock
         self._name = name
-        self._lock = threading.Lock()  # guards: _groups. Never held across I/O.
+        self._lock = threading.Lock()  # guards: _groups, _destroyed. Never held across I/O.
         self._groups: dict[str, WeightGroup] = {}
+        self._destroyed: set[str] = set()
+
+    def check(self, name: str) -> None:
+        """Raise WeightUpdateError for a group that this client has destroyed: engines that are asked would be stale."""
+        with self._lock:
+            gone = name in self._destroyed
+        if gone:
+            raise WeightUpdateError(f"the weight group {name!r} was destroyed: init_group() first")
 
     def urls(self, name: str) -> frozenset[str] | None:
         """The engines of a group; None if this client has not made it."""
@@ -80,6 +88,7 @@ class Groups:
             if name in self._groups:
                 raise WeightUpdateError(f"the weight group {name!r} exists: destroy_group({name!r}) first")
             self._groups[name] = group
+            self._destroyed.discard(name)
 
         def join(member: Member) -> None:
             weights, offset = member.engine.dialect.weights, offsets[member.url]
@@ -109,6 +118,7 @@ class Groups:
         """
         with self._lock:
             group = self._groups.pop(name, None)
+            self._destroyed.add(name)
         known = None if group is None else set(group.rank_offsets)
         there = self._fleet.engines(EngineState.LIVE, EngineState.QUARANTINED)
         members = [Member(engine, set()) for engine in there if known is None or engine.url in known]

@@ -80,7 +80,7 @@ class Member:
             else:
                 self._end()
             if not self.touched:
-                self._unlabel(version)
+                self._mark(version)
             self.touched = True
             self._update(call)
 
@@ -112,10 +112,17 @@ class Member:
             self._session = False
             self.ask(self._weights.end, deadline=deadline)
 
-    def _unlabel(self, version: str) -> None:
-        """An engine must not bear the new label while it is on its way: nobody could tell that it got stuck."""
-        if self.read_version() == version:
-            self.ask(self._weights.set_version(f"{version} (partial)"))
+    def _mark(self, version: str) -> None:
+        """A label of the way there: an engine that got stuck bears it, one that was restarted meanwhile does not."""
+        self.ask(self._weights.set_version(_partial(version)))
+
+    def _check_mark(self, version: str) -> None:
+        """Raise if the engine is not the one that was sent the buckets: a restarted one bears another label."""
+        told = self.read_version()
+        if self.touched and told not in {version, _partial(version)}:
+            what = "it was restarted during the update, or keeps its label"
+            words = f"it says {told!r}, not {_partial(version)!r}: {what}"
+            raise RolloutError(words, engine=self.url)
 
     def finish(self, *, holds_requests: bool) -> None:
         """End the session and empty the cache, once for all buckets. One that holds requests cannot be emptied."""
@@ -145,6 +152,7 @@ class Member:
         """Name the weights, and read the name back."""
 
         def act() -> None:
+            self._check_mark(version)
             self.ask(self._weights.set_version(version))
             self.version = self.read_version()
             if self.version != version:
@@ -165,6 +173,10 @@ class Member:
         version = engine.dialect.read_version(engine.call(engine.dialect.version_call()))
         engine.heard_version(version)
         return version
+
+
+def _partial(version: str) -> str:
+    return f"{version} (partial)"
 
 
 def run_all(name: str, members: Sequence[Member], act: Callable[[Member], object]) -> None:

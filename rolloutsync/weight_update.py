@@ -140,6 +140,7 @@ class WeightUpdate:
         if not len(names) == len(dtypes) == len(shapes):
             raise ValueError(f"got {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes")
         texts = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        self._groups.check(group_name)
         self._check_group(group_name)
         calls = {
             m.url: m.engine.dialect.weights.from_distributed(names, texts, shapes, group_name, fields)
@@ -222,6 +223,10 @@ class WeightUpdate:
                 member.fail(f"a broadcast lost a rank, so nobody has all of it; {self._lost}")
         holds = self.mode == "hold"
         self._all(lambda member: member.finish(holds_requests=holds))
+        live = self._fleet.engines(EngineState.LIVE)
+        for member in self._members:
+            if not member.touched and member.engine not in live:  # it was stale before: a label does not mend that
+                member.fail("no bucket was sent to it")
         if verify == "checksum":
             self._all(lambda member: member.sum_up())
             _compare(self._members)
@@ -262,7 +267,7 @@ class WeightUpdate:
         """Tell the fleet: from now on only engines with these weights get traffic."""
         fleet, members = self._fleet, {member.url: member for member in self._members}
         self._give_up()
-        fleet.expected_version = self.version
+        fleet.expected_version, fleet.expected_since = self.version, self._clock.monotonic()
         for member in self._members:
             self._settle_one(member)
         for engine in fleet.engines(EngineState.LIVE):

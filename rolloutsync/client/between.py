@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-    from rolloutsync.core import Core
     from rolloutsync.idle import DrainReport
     from rolloutsync.weight_groups import WeightGroup
     from rolloutsync.weight_report import UpdateReport
@@ -59,12 +58,12 @@ class BetweenSteps(CoreOwner):
         _check_scope(scope)
         check_number("timeout", timeout)
         core = self._open()
-        core.quiet.check_free("abort_until_idle()")
-        deadline = Deadline.after(core.clock, timeout)
-        core.ready(deadline.within(_LEARN_BEFORE_DRAIN_S))
-        drain = core.drainer.drain_own if scope == "own" else core.drainer.drain
-        token = core.controls.kept_closed if keep_closed else None
-        return drain(deadline.within(timeout), keep_closed=token, raise_on_timeout=raise_on_timeout)
+        with core.quiet.guest("abort_until_idle()"):
+            deadline = Deadline.after(core.clock, timeout)
+            core.ready(deadline.within(_LEARN_BEFORE_DRAIN_S))
+            drain = core.drainer.drain_own if scope == "own" else core.drainer.drain
+            token = core.controls.kept_closed if keep_closed else None
+            return drain(deadline.within(timeout), keep_closed=token, raise_on_timeout=raise_on_timeout)
 
     def pause(self, mode: str = "abort") -> None:
         """Pause every engine, in "abort", "in_place" or "retract" mode; this client's requests wait until ``resume``.
@@ -72,7 +71,9 @@ class BetweenSteps(CoreOwner):
         Raises:
             ControlError: Some engine did not answer, or refused; the gate stays closed until ``resume``.
         """
-        self._free("pause()").controls.pause(mode)
+        core = self._ready()
+        with core.quiet.guest("pause()"):
+            core.controls.pause(mode)
 
     def resume(self) -> None:
         """Continue every engine and let requests leave again, also after ``abort_until_idle(keep_closed=True)``.
@@ -80,12 +81,9 @@ class BetweenSteps(CoreOwner):
         Raises:
             ControlError: Some engine did not answer, or refused; requests still wait.
         """
-        self._free("resume()").controls.resume()
-
-    def _free(self, verb: str) -> Core:
         core = self._ready()
-        core.quiet.check_free(verb)
-        return core
+        with core.quiet.guest("resume()"):
+            core.controls.resume()
 
     def quiesced(self, mode: str = "abort", *, timeout: float = 60.0) -> AbstractContextManager[DrainReport | None]:
         """Keep every engine quiet within a ``with`` block. Entering blocks until they are.
@@ -240,7 +238,7 @@ class BetweenSteps(CoreOwner):
         Raises:
             ControlError: Some engine did not answer, or refused.
         """
-        self._ready().controls.everywhere("flush_cache", lambda engine: engine.dialect.flush)
+        self._ready().controls.everywhere("flush_cache", lambda engine: engine.dialect.flush, gone_ok=True)
 
     def release_memory(self, tags: Iterable[str] | None = None) -> None:
         """Make every engine give GPU memory back ("weights", "kv_cache", ...; None: all).

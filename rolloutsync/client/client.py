@@ -154,6 +154,7 @@ class RolloutClient(BetweenSteps, Members):
             BatchError: See ``on_error``; ``.samples`` is the complete list.
             ClientClosedError: Closed.
         """
+        self._open().quiet.check_not_mine("generate()")
         job = self.start(
             batch,
             sampling_params,
@@ -270,6 +271,7 @@ class RolloutClient(BetweenSteps, Members):
             ClientClosedError: Closed before anything was sent.
         """
         core = self._open()
+        core.quiet.check_not_mine("collect()")
         plan = Plan(
             prompts=prompts,
             n=n,
@@ -339,6 +341,7 @@ class RolloutClient(BetweenSteps, Members):
             ClientClosedError: Closed before it began.
         """
         core = self._open()
+        core.quiet.check_not_mine("map()")
         check_on_error(on_error)
         check_episode(episode)
         if concurrency is not None:

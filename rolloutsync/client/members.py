@@ -53,6 +53,8 @@ class Members(CoreOwner):
             if normal not in self._urls:
                 raise ValueError(f"{url!r} is not one of this client's engines: {self._urls}")
             self._urls.remove(normal)
+        if not core.quiet.mode:  # a block continues its own
+            core.controls.let_go(normal)
         core.fleet.remove(normal)
 
     def stats(self) -> Stats:
