@@ -147,6 +147,8 @@ class Engine:
                 continue
             except EngineHTTPError:
                 return True
+            except TransportError as error:
+                return error.phase is Phase.LOCAL  # our own shortage says nothing about the engine
             except RolloutError:
                 return False
             return True

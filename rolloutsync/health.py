@@ -98,7 +98,7 @@ class Watcher:
         while True:
             self._fleet.nap(self._look_s)
             with self._lock:
-                if self._closed or not self._fleet.leases(engine.url):
+                if self._closed or self._fleet.is_closed or not self._fleet.leases(engine.url):
                     del self._watching[engine]  # under the lock: a request that comes now starts another thread
                     return
             try:
@@ -131,7 +131,10 @@ class Watcher:
 
     def _learn(self, engine: Engine) -> None:
         state, reason = self._probe(engine)
-        if state is EngineState.LIVE and (stale := self._staleness(engine)):
+        if state is EngineState.LIVE and not (stale := self._staleness(engine)):
+            self._join(engine)
+            return
+        if state is EngineState.LIVE:
             state, reason = EngineState.QUARANTINED, stale
         self._fleet.set_state(engine.url, state, reason)
 
@@ -157,7 +160,7 @@ class Watcher:
             pause_s = min(_LONGEST_PROBE_S, pause_s * 1.5)
             with self._lock:
                 absent = self._fleet.engines(EngineState.DOWN, EngineState.QUARANTINED)
-                if self._closed or engine not in absent:
+                if self._closed or self._fleet.is_closed or engine not in absent:
                     del self._threads[engine]  # under the lock: trouble noticed from now on starts another thread
                     return
             self._readmit(engine)
@@ -174,7 +177,13 @@ class Watcher:
             return
         if doubtful and not (self._runs(engine) and self._proves_idle(engine)):
             return
+        self._join(engine)
+
+    def _join(self, engine: Engine) -> None:
+        """Make it live. Looks after that, not before: an update that ended meanwhile saw it live, or is seen here."""
         self._fleet.set_state(engine.url, EngineState.LIVE)
+        if stale := self._staleness(engine):
+            self._fleet.set_state(engine.url, EngineState.QUARANTINED, stale)
 
     def _staleness(self, engine: Engine) -> str:
         """Why it may not join: it serves other weights than the fleet. Empty if it may."""

@@ -9,6 +9,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from rolloutsync.clock import Clock, Deadline
 from rolloutsync.config import ClientConfig, check_number
 from rolloutsync.threads import renew_after_fork
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rolloutsync.core import Core
 
 _EXIT_S = 1.0
+_LEAST_EXIT_S = 0.1
 
 
 class CoreOwner:
@@ -121,8 +123,9 @@ def _renew_in_child() -> None:
 
 def _close_at_exit() -> None:
     """Shut sockets and join for a second, so that a main thread that ends is gone soon."""
+    deadline = Deadline.after(Clock(), _EXIT_S)  # for all together
     for owner in list(_owners):
-        owner.close(_EXIT_S)
+        owner.close(max(_LEAST_EXIT_S, deadline.within(_EXIT_S)))
 
 
 atexit.register(_close_at_exit)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rolloutsync.slot import Lease, Slot
 
 
-def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: float) -> Slot | None:
+def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: float, suspects: int = 0) -> Slot | None:
     """The live engine with room and the fewest in flight; the group's home while that is within n of the fewest.
 
     What is sticky goes home, and gets None while there is no room. A suspect gets an engine on which it is the only
@@ -25,7 +25,9 @@ def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: floa
     if order.group.sticky and not suspect:
         home = _settle(slots, order, avoid)
         return home if home is not None and home.has_room_for(order) else None
-    free = [slot for slot in slots.values() if slot.has_spare_room and not (suspect and slot.watches_suspect(now))]
+    free = [
+        slot for slot in slots.values() if slot.has_spare_room and not (suspect and slot.watches_suspect(now, suspects))
+    ]
     if any(slot.is_live and slot.engine.url != avoid for slot in slots.values()):
         free = [slot for slot in free if slot.engine.url != avoid]
     if not free:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutsync.rollout")
 _FINISHES = {"stop", "length", "abort"}
 _CALLED_OFF = {Cut.DRAIN, Cut.ABORT, Cut.CLOSE}
+_LATE_S = 0.5  # for the abort of a request whose sample is out of time: it must end within a second
 _AFTER_SENDING = {Phase.RACE, Phase.SENT, Phase.BODY}
 
 
@@ -200,6 +201,10 @@ class Rollout:
         trail.rid = new_rid() if verdict.new_rid else trail.rid
         trail.avoid = lease.engine.url if verdict.elsewhere else None
         trail.fresh = verdict.fresh
+        if _blameless(error) and self._fleet.first_time(lease.engine.url, "no local resources"):
+            log.warning(
+                "requests to %s wait for local resources: %s; raise RLIMIT_NOFILE", lease.engine.url, error.message
+            )
         log.debug("sample %d/%d: %s; next: %s", trail.order.index, trail.order.member, error, verdict)
         return verdict
 
@@ -221,7 +226,9 @@ class Rollout:
 
         Returns False if nobody is there to be told: refused, or broken off too.
         """
-        engine, limit = lease.engine, Deadline.after(self._clock, self._policy.orphan_abort_timeout_s)
+        engine, patience_s = lease.engine, self._policy.orphan_abort_timeout_s
+        over = _cut(error) is Cut.DEADLINE  # the sample runs nowhere else: it may end though the old one may run on
+        limit = Deadline.after(self._clock, min(patience_s, _LATE_S) if over else patience_s)
         if _cut(error) is Cut.DEAD:  # it is out of the fleet already, and comes back only when proven idle
             self._fleet.note_orphan(engine.url, rid)
             return True
@@ -231,6 +238,9 @@ class Rollout:
             if self._fleet.first_time(engine.url, "cannot abort"):
                 log.warning("engine %s cannot abort by id: broken requests may run on: %s", engine.url, refusal.message)
         except RolloutError as failure:
+            if _blameless(failure) or (over and _cut(failure) is Cut.DEADLINE):
+                self._fleet.note_orphan(engine.url, rid)
+                return True
             return self._undelivered(engine, rid, failure)
         return True
 
@@ -246,6 +256,11 @@ class Rollout:
         return not _broke_at_the_engine(failure)
 
 
+def _blameless(error: RolloutError) -> bool:
+    """Whether it failed for want of descriptors or memory here."""
+    return isinstance(error, TransportError) and error.phase is Phase.LOCAL
+
+
 def _broke_at_the_engine(error: RolloutError) -> bool:
     """Whether the other side ended a request that it had: it died, or the connection did."""
     return isinstance(error, TransportError) and error.cut is None and error.phase in _AFTER_SENDING
@@ -253,7 +268,12 @@ def _broke_at_the_engine(error: RolloutError) -> bool:
 
 def _poisonous(trail: _Trail) -> PoisonPromptError:
     engines = trail.order.life.died_on
-    what = f"sample {trail.order.index}/{trail.order.member} was on {len(engines)} engines when they died"
+    places = (
+        f"{len(engines)} engines when they died"
+        if len(set(engines)) == len(engines)
+        else "one engine twice when it died"
+    )
+    what = f"sample {trail.order.index}/{trail.order.member} was on {places}"
     words = f"{what}, on {engines[-1]} as the only suspect: its prompt seems to kill engines; it is not sent again"
     return PoisonPromptError(words, engine=trail.engine, rid=trail.rid, engines=engines)
 

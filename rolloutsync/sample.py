@@ -356,6 +356,7 @@ def _top(value: Any, source: Mapping[str, Any]) -> Any:
     return value and TopLogprobs(*(_array(item, source) for item in value))
 
 
+_ARRAYS = {"array", "base64", "values"}
 _UNPACK: dict[str, Any] = {
     "prompt": _prompt,
     "status": lambda value, _: Status(value),
@@ -367,4 +368,7 @@ _UNPACK: dict[str, Any] = {
     "error": lambda value, _: None if value is None else RolloutError(value),
     "meta_info": lambda value, _: value,
     "metadata": lambda value, _: value,
+    "reward": lambda value, source: (
+        _array(value, source) if isinstance(value, dict) and _ARRAYS & value.keys() else value
+    ),
 }

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_LIMIT = 256
 LARGEST_LIMIT = 512
 STALE = "stale"  # how the reason begins of an engine with other weights than the fleet's
+ALL_BACK_S = 300.0  # where many suspects wait, each is watched for less, so that all of them run after this long
+LEAST_WATCHED_S = 1.0
 WATCHED_S = 30.0  # for so long a suspect is the only one on its engine; a second time: until it has ended
 
 
@@ -81,6 +83,8 @@ class Lease:
     dp_rank: int | None
     since: float
     first: bool = False
+    suspect: bool = False  # its sample was one when it was taken
+    alone: bool = True  # no other suspect was there while it was
 
     @property
     def engine(self) -> Engine:
@@ -96,6 +100,7 @@ class Slot:
     limit: int | None
     state: EngineState = EngineState.NEW
     reason: str = ""
+    before: tuple[EngineState, str] = (EngineState.NEW, "")  # state and reason before it was LEAVING
     leases: dict[int, Lease] = field(default_factory=dict)
     ranks: dict[int, int] = field(default_factory=dict)  # our requests in flight by DP rank
     paused: bool = False
@@ -147,12 +152,13 @@ class Slot:
         before = list(self.line).index(order) if order in self.line else len(self.line)
         return self.is_live and len(self.leases) + before < self.room
 
-    def watches_suspect(self, now: float) -> bool:
+    def watches_suspect(self, now: float, waiting: int = 0) -> bool:
         """Whether a suspect is there that must be the only one."""
         lease = self.suspect
         if lease is None or id(lease) not in self.leases:
             return False
-        return len(lease.order.life.died_on) > 1 or now - lease.since < WATCHED_S
+        watched_s = max(LEAST_WATCHED_S, min(WATCHED_S, ALL_BACK_S / max(1, waiting)))
+        return len(lease.order.life.died_on) > 1 or now - lease.since < watched_s
 
     def quietest_rank(self) -> int | None:
         """The DP rank with the fewest of our requests; None for an engine with a single rank."""
@@ -171,7 +177,10 @@ class Slot:
         self.requests += 1
         self.debt = not order.group.sticky
         if order.life.died_on:
-            self.suspect = lease
+            others = [other for other in self.leases.values() if other is not lease and other.suspect]
+            for one in (lease, *others) if others else ():
+                one.alone = False
+            self.suspect, lease.suspect = lease, True
         if dp_rank is not None:
             self.ranks[dp_rank] = self.ranks.get(dp_rank, 0) + 1
         return lease

@@ -75,7 +75,15 @@ def load_samples(path: str | os.PathLike[str]) -> list[Sample]:
         with Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             count = _check_head(file, path)
             return [Sample.from_dict(_Part(file, f"{number}/")) for number in range(count)]
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (
+        zipfile.BadZipFile,
+        KeyError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise ValueError(f"{path} is not a whole file of samples: {error}") from None
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rolloutsync.clock import Deadline
 from rolloutsync.dialects.base import LoadKind, LoadReading
-from rolloutsync.errors import EngineHTTPError, ProtocolError, RolloutError
+from rolloutsync.errors import EngineHTTPError, Phase, ProtocolError, RolloutError, TransportError
 
 if TYPE_CHECKING:
     from rolloutsync.clock import Clock
@@ -57,6 +57,12 @@ class Vigil:
         """
         if answered_at is not None and answered_at > (self._silent_since or answered_at):
             self._silent_since = None
+        if (
+            self._engine.facts.dp_size in {1, None}
+            and answered_at is not None
+            and answered_at > (self._deaf_since or answered_at)
+        ):
+            self._deaf_since = None  # its only scheduler has just finished a request
         begun = self._clock.monotonic()
         try:
             reading = self._engine.load(deadline=self._limit(self._silent_since))
@@ -64,6 +70,8 @@ class Vigil:
             self._silent_since = None
             return self._ask_scheduler()
         except RolloutError as error:
+            if isinstance(error, TransportError) and error.phase is Phase.LOCAL:
+                return None  # our own shortage says nothing about the engine
             return self._silent(begun, error)
         self._silent_since = None
         if self._shows_life(reading, begun):

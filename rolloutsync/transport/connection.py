@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import ipaddress
 import os
+import resource
 import select
 import socket
 import threading
@@ -15,7 +17,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
 from rolloutsync.threads import Outcome, start_thread
-from rolloutsync.transport.exchange import CutError
+from rolloutsync.transport.exchange import CutError, Lane
 
 if TYPE_CHECKING:
     import io
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _LARGE_BYTES = 1 << 16  # a request body above this is sent in pieces
 _PIECE_BYTES = 1 << 14
+_KEPT_FOR_CONTROL = 16  # descriptors
 _current = threading.local()
 
 
@@ -43,6 +46,13 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _leave_some(sock: socket.socket, exchange: Exchange) -> None:
+    """Generates leave the last descriptors to control calls: the kernel always gives the lowest that is free."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if exchange.lane is Lane.DATA and soft > 4 * _KEPT_FOR_CONTROL and sock.fileno() >= soft - _KEPT_FOR_CONTROL:
+        raise OSError(errno.EMFILE, f"Too many open files (RLIMIT_NOFILE is {soft})")
 
 
 class _Lines:
@@ -174,6 +184,7 @@ class _Tracked(HTTPConnection):
         for family, kind, protocol, _, address in addresses:
             sock = socket.socket(family, kind, protocol)
             try:
+                _leave_some(sock, exchange)
                 for option in self.socket_options or ():
                     sock.setsockopt(*option)
                 sock.settimeout(exchange.connect_timeout())
@@ -184,6 +195,8 @@ class _Tracked(HTTPConnection):
                     raise
                 failure = error
             else:
+                if self._speaks_tls:
+                    exchange.shakes_hands(sock)
                 return sock
         raise failure or OSError(f"the name {self.host!r} has no address")
 

@@ -77,6 +77,7 @@ class Exchange:
         self._guard = threading.Lock()  # guards: _socket, _pins, reason. Held across shutdown(2), which never blocks.
         self._socket: socket.socket | None = None
         self._pins: list[io.RawIOBase] = []
+        self._twin: socket.socket | None = None  # of a socket in its TLS handshake
 
     # --- told by the connection ---
 
@@ -85,8 +86,11 @@ class Exchange:
         self.connection, self.reused = connection, reused
         with self._guard:
             self._socket = connection.sock
+            twin, self._twin = self._twin, None
             if self.reason is not None:
                 self._shut_locked()
+        if twin is not None:
+            twin.close()
 
     def keep(self, pin: io.RawIOBase) -> None:
         """Keep the descriptor open until the exchange ends, so that a cut can never hit another socket."""
@@ -128,6 +132,14 @@ class Exchange:
         finally:
             with self._guard:
                 self._socket = None  # it may be closed from now on; took() tells which one is in use
+
+    def shakes_hands(self, sock: socket.socket) -> None:
+        """A cut ends the TLS handshake too: by a descriptor of our own, since the TLS layer takes the socket's over."""
+        twin = sock.dup()
+        with self._guard:
+            self._twin, self._socket = twin, twin
+            if self.reason is not None:
+                self._shut_locked()
 
     def _check_uncut(self) -> None:
         if self.reason is not None or self.deadline.expired:
@@ -172,6 +184,9 @@ class Exchange:
         with self._guard:
             self._socket = None
             pins, self._pins = self._pins, []
+            twin, self._twin = self._twin, None
+        if twin is not None:
+            twin.close()
         for pin in pins:
             pin.close()
         if self.connection is not None:

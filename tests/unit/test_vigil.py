@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolloutsync.clock import Deadline
-from rolloutsync.dialects.base import LoadKind, LoadReading, unknown_load
+from rolloutsync.dialects.base import Facts, LoadKind, LoadReading, unknown_load
 from rolloutsync.errors import Cut, EngineHTTPError, Phase, TransportError
 from rolloutsync.vigil import Vigil
 from tests.fakes import FakeClock
@@ -25,6 +25,7 @@ class Patient:
         self.load_says: Callable[[], Any] = lambda: busy(clock.monotonic())
         self.scheduler_says = True
         self.asked = 0
+        self.facts = Facts()
 
     def hang(self, deadline: Deadline) -> None:
         self.clock.advance(deadline.within(1000.0))
@@ -157,6 +158,18 @@ def test_a_long_forward_pass_is_alive(watch: Watch, clock: FakeClock, patient: P
 def test_a_load_without_sense_asks_the_scheduler(watch: Watch, patient: Patient, said: Any, answers: bool) -> None:
     patient.load_says, patient.scheduler_says = lambda: said, answers
     assert (watch(300.0)[1] is None) == answers
+
+
+def test_answers_to_generates_come_from_a_scheduler(watch: Watch, clock: FakeClock, patient: Patient) -> None:
+    """Its load makes no sense and it answers no question, but its only scheduler finishes requests all the time."""
+    patient.load_says, patient.scheduler_says = lambda: unknown_load("{}"), False
+    assert watch(600.0, answered_at=clock.monotonic)[1] is None
+
+
+def test_our_own_shortage_says_nothing(watch: Watch, patient: Patient) -> None:
+    """B34: no descriptor here for a probe."""
+    patient.load_says = lambda: TransportError("too many open files", phase=Phase.LOCAL)
+    assert watch(600.0)[1] is None
 
 
 def test_an_engine_that_recovers_begins_anew(watch: Watch, clock: FakeClock, patient: Patient) -> None:
