@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rolloutsync.errors import shown
 from rolloutsync.payload import to_json
 from rolloutsync.resume import Resumed, resume
 from rolloutsync.sample import Prompt, Sample, Status
@@ -75,28 +76,28 @@ def check_fields(fields: Mapping[str, Any], where: str = "") -> None:
     """Refuse request fields that are ours to set or belong elsewhere, and values that are not JSON."""
     for name, value in fields.items():
         if name in _REFUSED_FIELDS:
-            raise ValueError(f"{where}request field {name}={value!r} is not accepted: {_REFUSED_FIELDS[name]}")
+            raise ValueError(f"{where}request field {name}={shown(value)} is not accepted: {_REFUSED_FIELDS[name]}")
         if name in _SAMPLING_WORDS:
-            raise ValueError(f"{where}{name}={value!r} is a sampling parameter: put it into sampling_params")
+            raise ValueError(f"{where}{name}={shown(value)} is a sampling parameter: put it into sampling_params")
         _check_known_field(name, value, where)
         try:
             to_json(value)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{where}request field {name!r} cannot be sent as JSON: {error}") from None
+            raise kind(f"{where}request field {shown(name)} cannot be sent as JSON: {error}") from None
 
 
 def _check_known_field(name: str, value: Any, where: str) -> None:
     """Types of the fields that we read ourselves, or that engines answer with an internal error."""
     if name in _FLAGS and not (isinstance(value, bool) or (value == "last" and name == "return_hidden_states")):
-        raise TypeError(f"{where}{name} must be True or False, got {value!r}")
+        raise TypeError(f"{where}{name} must be True or False, got {shown(value)}")
     least = _COUNTS.get(name)
     if least is None or (value is None and name != "priority"):
         return
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{where}{name} must be an integer, got {value!r}")
+        raise TypeError(f"{where}{name} must be an integer, got {shown(value)}")
     if value < least:
-        raise ValueError(f"{where}{name} must be at least {least}, got {value!r}")
+        raise ValueError(f"{where}{name} must be at least {least}, got {shown(value)}")
 
 
 def read_batch(batch: Any, rules: BatchRules) -> list[Item]:
@@ -162,7 +163,7 @@ def _from_dict(item: Mapping[str, Any], rules: BatchRules, where: str) -> Prompt
             raise ValueError(f"{where}give one of messages, input_ids and text")
         ids = _apply_template(item["messages"], rules.tokenizer, where)
     if (ids is None) == (text is None):
-        raise ValueError(f"{where}give exactly one of input_ids and text (keys: {sorted(map(str, item))})")
+        raise ValueError(f"{where}give exactly one of input_ids and text (keys: {shown(sorted(map(str, item)))})")
     own = {key: value for key, value in item.items() if key not in _OWN_KEYS}
     check_fields({**own, "image_data": item.get("image_data")}, where)
     return Prompt(
@@ -200,7 +201,7 @@ def _apply_template(messages: Any, tokenizer: Any, where: str) -> Any:
 
 def _read_text(text: Any, where: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"{where}text must be a string, got {text!r}")
+        raise TypeError(f"{where}text must be a string, got {shown(text)}")
     if not text:
         raise ValueError(f"{where}text is empty")
     try:
@@ -256,7 +257,7 @@ def _check_elements(raw: list[Any] | tuple[Any, ...], where: str) -> None:
         return
     for at, item in enumerate(raw):
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise TypeError(f"{where}input_ids[{at}] is {item!r}, not an integer")
+            raise TypeError(f"{where}input_ids[{at}] is {shown(item)}, not an integer")
 
 
 def _read_metadata(metadata: Any, where: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
+from rolloutsync.errors import shown
+
 GIB = 1 << 30
 _MOST = 1e9  # seconds, 31 years; sockets and locks refuse much longer waits
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -13,13 +15,13 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def _require(ok: bool, field: str, value: Any, rule: str) -> None:
     if not ok:
-        raise ValueError(f"{field} must be {rule}, got {value!r}")
+        raise ValueError(f"{field} must be {rule}, got {shown(value)}")
 
 
 def check_number(field: str, value: Any, *, least: float = 0.0, open_end: bool = False) -> None:
     """Raise unless ``value`` is a number of at least (``open_end``: above) ``least`` that a wait can take."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{field} must be a number, got {value!r}")
+        raise TypeError(f"{field} must be a number, got {shown(value)}")
     rule = f"a finite number {'above' if open_end else 'of at least'} {least:g} and at most {_MOST:g}"
     _require((value > least if open_end else value >= least) and value <= _MOST, field, value, rule)
 
@@ -27,26 +29,26 @@ def check_number(field: str, value: Any, *, least: float = 0.0, open_end: bool =
 def check_count(field: str, value: Any, *, least: int = 1) -> None:
     """Raise unless ``value`` is an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field} must be an integer, got {value!r}")
+        raise TypeError(f"{field} must be an integer, got {shown(value)}")
     _require(value >= least, field, value, f"at least {least}")
 
 
 def check_bool(field: str, value: Any) -> None:
     """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{field} must be True or False, got {value!r}")
+        raise TypeError(f"{field} must be True or False, got {shown(value)}")
 
 
 def check_switch(field: str, value: Any) -> None:
     """Raise unless ``value`` is True, False or None."""
     if value not in (True, False, None) or isinstance(value, (int, float)) != isinstance(value, bool):
-        raise TypeError(f"{field} must be True, False or None, got {value!r}")
+        raise TypeError(f"{field} must be True, False or None, got {shown(value)}")
 
 
 def check_has(field: str, value: Any, method: str) -> None:
     """Raise unless ``value`` is None or has ``method``."""
     if value is not None and not callable(getattr(value, method, None)):
-        raise TypeError(f"{field} must be an object with a method {method}(), got {value!r}")
+        raise TypeError(f"{field} must be an object with a method {method}(), got {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +114,17 @@ def parse_url(url: Any) -> str:
         ValueError: Not ``http(s)://host[:port][/prefix]``; user info, query and fragment are refused.
     """
     if not isinstance(url, str):
-        raise TypeError(f"engine URL must be a string, got {url!r}")
+        raise TypeError(f"engine URL must be a string, got {shown(url)}")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
         hint = "; write an IPv6 address in brackets, http://[::1]:30000" if url.count(":") > 2 else ""
-        raise ValueError(f"engine URL {url!r} is malformed: {error}{hint}") from None
+        raise ValueError(f"engine URL {shown(url)} is malformed: {error}{hint}") from None
     if parts.scheme not in {"http", "https"}:
-        raise ValueError(f"engine URL {url!r} must start with http:// or https://")
+        raise ValueError(f"engine URL {shown(url)} must start with http:// or https://")
     if "@" in parts.netloc:
-        raise ValueError(f"engine URL {url!r} has user info (the part before '@'); pass api_key= instead")
+        raise ValueError(f"engine URL {shown(url)} has user info (the part before '@'); pass api_key= instead")
     _check_plain(url, parts.hostname, port)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     tail = "" if port in {None, _DEFAULT_PORTS[parts.scheme]} else f":{port}"
@@ -131,9 +133,11 @@ def parse_url(url: Any) -> str:
 
 def _check_plain(url: str, host: str | None, port: int | None) -> None:
     if not host or port == 0 or any(char.isspace() or not char.isprintable() or char in '\\<>"' for char in url):
-        raise ValueError(f"engine URL {url!r} is malformed: it needs a host, a port above 0, no spaces and no quotes")
+        raise ValueError(
+            f"engine URL {shown(url)} is malformed: it needs a host, a port above 0, no spaces and no quotes"
+        )
     if "?" in url or "#" in url:
-        raise ValueError(f"engine URL {url!r} must have no query and no fragment")
+        raise ValueError(f"engine URL {shown(url)} must have no query and no fragment")
 
 
 def parse_urls(urls: Any) -> list[str]:
@@ -145,7 +149,7 @@ def parse_urls(urls: Any) -> list[str]:
     except TypeError as error:
         raise TypeError(f"urls must be a URL or a sequence of URLs: {error}") from None
     if not found:
-        raise ValueError(f"urls is empty: {urls!r}")
+        raise ValueError(f"urls is empty: {shown(urls)}")
     return list(dict.fromkeys(found))
 
 
@@ -171,7 +175,7 @@ class ClientConfig:
         check_switch("progress", self.progress)
         for name, kind in (("retry", RetryPolicy), ("timeouts", Timeouts)):
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, got {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be a {kind.__name__}, got {shown(getattr(self, name))}")
         for name in ("api_key", "admin_api_key"):
             _check_key(name, getattr(self, name))
         self._check_experts()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rolloutsync.dialects.base import Call, unknown_load
-from rolloutsync.errors import ControlError, NotIdleError, Phase, RolloutError, TransportError
+from rolloutsync.errors import ControlError, NotIdleError, Phase, RolloutError, TransportError, shown
 from rolloutsync.gate import GateMode
 from rolloutsync.slot import EngineState
 from rolloutsync.threads import fan_out
@@ -147,7 +147,7 @@ def _read_tags(tags: Any) -> list[str] | None:
         return None
     if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
         raise TypeError(
-            f"tags must be a list of strings such as ['weights', 'kv_cache'], or None for all; got {tags!r}"
+            f"tags must be a list of strings such as ['weights', 'kv_cache'], or None for all; got {shown(tags)}"
         )
     return list(tags)
 
@@ -155,9 +155,9 @@ def _read_tags(tags: Any) -> list[str] | None:
 def control_call(path: Any, json: Any, method: Any) -> Call:
     """A call to any endpoint, checked."""
     if not isinstance(path, str) or not path.startswith("/"):
-        raise ValueError(f"path must be a string that begins with '/', got {path!r}")
+        raise ValueError(f"path must be a string that begins with '/', got {shown(path)}")
     if method not in {"POST", "GET"}:
-        raise ValueError(f"method must be 'POST' or 'GET', got {method!r}")
+        raise ValueError(f"method must be 'POST' or 'GET', got {shown(method)}")
     body = None if method == "GET" else orjson.dumps({} if json is None else json, option=orjson.OPT_SERIALIZE_NUMPY)
     return Call(method=method, path=path, body=body, admin=True)
 

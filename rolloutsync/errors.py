@@ -68,6 +68,11 @@ def clip(text: str, limit: int = _MESSAGE_LIMIT) -> str:
     return f"{kept}... ({len(text) - len(kept)} more characters)"
 
 
+def shown(value: object) -> str:
+    """A bad value for a message, shortened: it may be a whole batch."""
+    return clip(repr(value), 200)
+
+
 class RolloutError(Exception):
     """Base of all rolloutsync errors.
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rolloutsync.order import Order
 
 _WOKEN = 4  # of those who wait for room, at each release: more than one, since not everybody may use that room
+_HEAL_SUSPECT_S = 0.25  # nobody tells it that another suspect is watched no more
 _HEAL_S = 1.0  # and should none of them be able to, the others look by themselves after this long
 
 
@@ -121,7 +122,8 @@ class Fleet(Roster):
                 if patience is not None and patience.expired:
                     return Turned.UNAVAILABLE
             queue = line_up(self._slots, order, self._lock) or self._room
-            self._clock.wait(queue, min(_HEAL_S, sooner(deadline, patience) or _HEAL_S))
+            heal_s = _HEAL_SUSPECT_S if order.life.died_on else _HEAL_S
+            self._clock.wait(queue, min(heal_s, sooner(deadline, patience) or heal_s))
 
     def release(
         self, lease: Lease, *, answered: bool = False, tokens: int = 0, version: str | None = None, retry: bool = False

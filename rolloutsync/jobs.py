@@ -9,7 +9,7 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from rolloutsync.errors import BatchError, ForkedError, RolloutError
+from rolloutsync.errors import BatchError, ForkedError, RolloutError, shown
 from rolloutsync.progress import LOOK_S, Progress
 from rolloutsync.sample import Sample, Status
 
@@ -29,7 +29,7 @@ ON_ERROR = ("auto", "return", "raise")
 def check_on_error(on_error: Any) -> None:
     """Refuse an ``on_error`` that does not exist."""
     if on_error not in ON_ERROR:
-        raise ValueError(f"on_error must be one of {ON_ERROR}, got {on_error!r}")
+        raise ValueError(f"on_error must be one of {ON_ERROR}, got {shown(on_error)}")
 
 
 class Job:

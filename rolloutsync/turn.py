@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.config import check_number
-from rolloutsync.errors import ClientClosedError, DeadlineExceededError, EpisodeInterrupt
+from rolloutsync.errors import ClientClosedError, DeadlineExceededError, EpisodeInterrupt, shown
 from rolloutsync.order import Group, Stop, Wanted
 from rolloutsync.resume import Resumed
 from rolloutsync.sample import Prompt, Sample, Status
@@ -114,7 +114,7 @@ class Turn:
                 each later call. What the model had said is in the transcript.
         """
         if on_error not in _ON_ERROR:
-            raise ValueError(f"on_error of a turn must be one of {_ON_ERROR}, got {on_error!r}")
+            raise ValueError(f"on_error of a turn must be one of {_ON_ERROR}, got {shown(on_error)}")
         if timeout is not None:
             check_number("timeout", timeout, open_end=True)
         self._check()

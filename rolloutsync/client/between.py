@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rolloutsync.clock import Deadline
 from rolloutsync.config import check_count, check_number
 from rolloutsync.controls import control_call
+from rolloutsync.errors import shown
 from rolloutsync.owner import CoreOwner
 from rolloutsync.weight_update import DEFAULT_GROUP
 from rolloutsync.weights import VERIFY
@@ -277,9 +278,9 @@ class BetweenSteps(CoreOwner):
 
 def _check_scope(scope: Any) -> None:
     if scope not in _SCOPES:
-        raise ValueError(f"scope must be one of {_SCOPES}, got {scope!r}")
+        raise ValueError(f"scope must be one of {_SCOPES}, got {shown(scope)}")
 
 
 def _check_verify(verify: Any) -> None:
     if verify not in VERIFY:
-        raise ValueError(f"verify must be one of {VERIFY}, got {verify!r}")
+        raise ValueError(f"verify must be one of {VERIFY}, got {shown(verify)}")

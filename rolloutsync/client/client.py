@@ -23,6 +23,7 @@ from rolloutsync.config import (
 )
 from rolloutsync.core import Core, Request
 from rolloutsync.episodes import EpisodeRun, check_episode
+from rolloutsync.errors import shown
 from rolloutsync.jobs import Job, check_on_error
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class RolloutClient(BetweenSteps, Members):
         progress: bool | None = None,
     ) -> None:
         if dialect not in _DIALECTS:
-            raise ValueError(f"dialect must be one of {_DIALECTS}, got {dialect!r}")
+            raise ValueError(f"dialect must be one of {_DIALECTS}, got {shown(dialect)}")
         check_has("session", session, "request")
         check_has("tokenizer", tokenizer, "apply_chat_template")
         config = ClientConfig(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING
 
 from rolloutsync.config import parse_url
+from rolloutsync.errors import shown
 from rolloutsync.owner import CoreOwner
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Members(CoreOwner):
         core.check_open()
         with self._lock:
             if normal not in self._urls:
-                raise ValueError(f"{url!r} is not one of this client's engines: {self._urls}")
+                raise ValueError(f"{shown(url)} is not one of this client's engines: {self._urls}")
             self._urls.remove(normal)
         if not core.quiet.mode:  # a block continues its own
             core.controls.let_go(normal)

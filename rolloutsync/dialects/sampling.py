@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rolloutsync.errors import shown
 from rolloutsync.payload import to_json
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def as_mapping(params: Any, known: Collection[str]) -> dict[str, Any]:
     if found.get("n") == 1:  # the default of other libraries' classes
         del found["n"]
     if not found:
-        raise TypeError(f"sampling_params must be a dict or an object with such attributes, got {params!r}")
+        raise TypeError(f"sampling_params must be a dict or an object with such attributes, got {shown(params)}")
     return {key: _plain(value) for key, value in found.items()}
 
 
@@ -80,7 +81,9 @@ def _plain(value: Any) -> Any:
 def check_members(params: Mapping[str, Any]) -> None:
     """Refuse ``n`` inside sampling parameters."""
     if params.get("n") is not None:
-        raise ValueError(f"sampling_params['n'] is {params['n']!r}: pass n= to the call; members are separate requests")
+        raise ValueError(
+            f"sampling_params['n'] is {shown(params['n'])}: pass n= to the call; members are separate requests"
+        )
 
 
 def check_values(params: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
@@ -91,7 +94,9 @@ def check_values(params: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
     """
     for key, value in params.items():
         if key not in rules:
-            raise ValueError(f"unknown sampling parameter {key!r} (value {value!r}); known: {', '.join(sorted(rules))}")
+            raise ValueError(
+                f"unknown sampling parameter {shown(key)} (value {shown(value)}); known: {', '.join(sorted(rules))}"
+            )
         holds, rule = rules[key]
         if value is not None and not holds(value):
-            raise ValueError(f"sampling_params[{key!r}] must be {rule}, got {value!r}")
+            raise ValueError(f"sampling_params[{shown(key)}] must be {rule}, got {shown(value)}")

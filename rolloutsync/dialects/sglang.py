@@ -11,6 +11,7 @@ from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text, vers
 from rolloutsync.dialects.sglang_answer import decode
 from rolloutsync.dialects.sglang_load import read_facts, read_loads
 from rolloutsync.dialects.sglang_weights import SGLangWeights
+from rolloutsync.errors import shown
 
 if TYPE_CHECKING:
     from rolloutsync.sample import Prompt, Segment
@@ -82,7 +83,9 @@ class SGLangDialect:
         given.pop("n", None)
         for other, own in _OTHER_NAMES.items():
             if given.get(other) is not None and given.get(own) is not None:
-                raise ValueError(f"{other} ({given[other]!r}) and {own} ({given[own]!r}) are the same thing: give one")
+                raise ValueError(
+                    f"{other} ({shown(given[other])}) and {own} ({shown(given[own])}) are the same thing: give one"
+                )
             if (value := given.pop(other, None)) is not None:
                 given[own] = value
         rules.check_values(given, SAMPLING_RULES)
@@ -144,7 +147,7 @@ class SGLangDialect:
     def pause(self, mode: str) -> Call:
         """See ``Dialect.pause``."""
         if mode not in PAUSE_MODES:
-            raise ValueError(f"pause mode must be one of {PAUSE_MODES}, got {mode!r}")
+            raise ValueError(f"pause mode must be one of {PAUSE_MODES}, got {shown(mode)}")
         return _post("/pause_generation", {"mode": mode})
 
     def resume(self) -> Call:

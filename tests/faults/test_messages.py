@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -115,3 +116,23 @@ def test_one_warning_for_an_incident(client_to: MakeClient, warnings: Callable[[
         check_all(job.result(), prompts(64), attempts=None)
         assert len(warnings()) == 1
         assert engine.url in warnings()[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        ([{"input_ids": ["word " * 20_000]}], {}),
+        ([[1, "word " * 20_000]], {}),
+        ([[1]], {"input_ids": list(range(100_000))}),
+        ([[1]], {"return_logprob": "x" * 100_000}),
+        ([[1]], {"on_error": "x" * 100_000}),
+        ([[1]], {"sampling_params": {"stop_token_ids": ["x"] * 20_000}}),
+        ([[1]], {"sampling_params": {"unknown": "x" * 100_000}}),
+        ([{f"key {number}": 1 for number in range(5000)}], {}),
+    ],
+)
+def test_a_bad_argument_is_named_in_short(client_to: MakeClient, batch: Any, options: dict[str, Any]) -> None:
+    """It may be a whole batch, and messages end in logs."""
+    with pytest.raises((TypeError, ValueError)) as raised:
+        client_to("http://127.0.0.1:9").generate(batch, **options)
+    assert len(str(raised.value)) < 2000
