@@ -120,7 +120,7 @@ def test_only_current_weights_come_back(pair: SimFleet, make_client: MakeClient)
     pair.engines[0].restart()
     stale = "stale: it serves weights 'default', the fleet '7'"
     eventually(lambda: client.engines()[0].reason == stale, "it is known to be stale", 20.0)
-    assert states(client) == [EngineState.DOWN, EngineState.LIVE]
+    assert states(client) == [EngineState.QUARANTINED, EngineState.LIVE]
     pair.engines[0].call("POST", "/update_weight_version", {"new_version": "7", "abort_all_requests": False})
     eventually(lambda: states(client) == [EngineState.LIVE] * 2, "it is back", 20.0)
 

@@ -13,7 +13,7 @@ import pytest
 
 from rolloutsync import NotIdleError, Prompt, RolloutClient, Sample, Status
 from tests.client.kit import ScriptedEngine, completion, quiet
-from tests.wire import answer, wait_for
+from tests.wire import answer, eventually, wait_for
 
 from .wheel import Oracles
 
@@ -201,7 +201,7 @@ def test_the_rank_that_the_client_chooses(oracles: Oracles, make_client: MakeCli
     go = threading.Event()
     with ScriptedEngine(lambda request, _: [wait_for(go), answer(completion(request))], dp_size=2) as engine:
         job = make_client(engine.url).start([IDS, [8, 9]], n=2)
-        engine.server.await_requests(4)
+        eventually(lambda: len(engine.rids()) == 4, "all four are there")
         go.set()
         job.result()
         bodies = engine.bodies()
@@ -217,7 +217,7 @@ def test_aborts(oracles: Oracles, make_client: MakeClient, scope: str) -> None:
     with ScriptedEngine(quiet, others={"/v1/loads": [answer(json.dumps(busy).encode())]}) as engine:
         client = make_client(engine.url)
         with client.start([IDS], on_error="return"):
-            engine.server.await_requests(1)
+            eventually(lambda: engine.rids() != [], "the request is there")
             with pytest.raises(NotIdleError):
                 client.abort_until_idle(timeout=1.0, scope=scope)
         rids, bodies = engine.rids(), engine.bodies("/abort_request")
