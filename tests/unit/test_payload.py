@@ -22,6 +22,7 @@ from rolloutsync.payload import (
     parse_json,
     to_json,
 )
+from rolloutsync.threads import start_thread
 
 _EXPERTS = np.arange(24, dtype=np.int32).reshape(3, 4, 2)
 
@@ -260,3 +261,24 @@ def test_narrow_copies() -> None:
 def test_the_narrowest_type_that_holds_all_experts(experts: int | None, dtype: str) -> None:
     """By the model's number of experts, so that all samples have one type."""
     assert narrowest(experts) == dtype
+
+
+@pytest.mark.parametrize("start", [b"", b'[NaN, "]]\\"]", '])
+@pytest.mark.parametrize("bracket", [b"[", b'{"a":'])
+def test_json_without_a_bottom_is_refused(start: bytes, bracket: bytes) -> None:
+    """In a thread with the small stack of our workers: from 3.12 on the standard library would end the process."""
+    found: list[str] = []
+
+    def read() -> None:
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_json(start + bracket * 200_000)
+        found.append("refused")
+
+    start_thread("rolloutsync-test", read).join(30.0)
+    assert found == ["refused"]
+
+
+def test_ordinary_depth_is_read_beside_a_nan() -> None:
+    """Brackets in strings do not count."""
+    body = b'{"a": NaN, "s": "' + b"[" * 500 + b'", "b": ' + b"[" * 90 + b"]" * 90 + b"}"
+    assert parse_json(body)["s"] == "[" * 500
