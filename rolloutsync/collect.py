@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolloutsync.clock import Deadline
 from rolloutsync.collected import Collected, tell
-from rolloutsync.config import check_count, check_has, check_number
+from rolloutsync.config import check_bool, check_count, check_has, check_number
 from rolloutsync.errors import BatchError, ClientClosedError, CollectError, shown
 from rolloutsync.order import Group, Wanted
 from rolloutsync.progress import LOOK_S, Progress
@@ -71,8 +71,7 @@ class Plan:
         check_has("executor", self.executor, "submit")
         if self.executor is not None and self.accept is None:
             raise ValueError(f"executor={shown(self.executor)} is for accept, which is None")
-        if not isinstance(self.keep_partials, bool):
-            raise TypeError(f"keep_partials must be True or False, got {shown(self.keep_partials)}")
+        check_bool("keep_partials", self.keep_partials)
         _check_prompts(self.prompts)
 
     def window(self, accepted: int) -> int:

@@ -111,14 +111,13 @@ class Controls:
 
     def let_go(self, url: str) -> None:
         """Continue an engine that we hold paused, before it is removed: nobody else would."""
-        if not self._fleet.is_paused(url):
+        engine = next((engine for engine in self._fleet.engines() if engine.url == url), None)
+        if engine is None or not self._fleet.is_paused(url):
             return
-        for engine in self._fleet.engines():
-            if engine.url == url:
-                try:
-                    engine.call(engine.dialect.resume())
-                except RolloutError as error:
-                    log.warning("engine %s is removed while paused, and could not be continued: %s", url, error.message)
+        try:
+            engine.call(engine.dialect.resume())
+        except RolloutError as error:
+            log.warning("engine %s is removed while paused, and could not be continued: %s", url, error.message)
 
     def release_memory(self, tags: Iterable[str] | None) -> None:
         """Give memory back everywhere; refused unless every engine is proven idle: a busy one dies of it."""

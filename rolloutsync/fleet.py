@@ -208,7 +208,8 @@ class Fleet(Roster):
 
     def unavailable(self) -> EngineUnavailableError:
         """The error that names each engine and why it is not live."""
-        return none_live(dict(self._slots), self._engine_wait_s)
+        with self._changed:
+            return none_live(self._slots, self._engine_wait_s)
 
     # --- under the lock ---
 

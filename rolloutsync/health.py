@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rolloutsync.clock import Deadline
 from rolloutsync.errors import Cut, EngineHTTPError, Phase, ProtocolError, RolloutError, TransportError, clip
 from rolloutsync.gate import GateMode
-from rolloutsync.slot import STALE, EngineState
+from rolloutsync.slot import EngineState
 from rolloutsync.sweep import Sweep
 from rolloutsync.threads import start_thread
 from rolloutsync.vigil import Vigil
@@ -131,12 +131,12 @@ class Watcher:
 
     def _learn(self, engine: Engine) -> None:
         state, reason = self._probe(engine)
-        if state is EngineState.LIVE and not (stale := self._staleness(engine)):
+        if state is not EngineState.LIVE:
+            self._fleet.set_state(engine.url, state, reason)
+        elif stale := self._fleet.staleness(engine):
+            self._fleet.set_state(engine.url, EngineState.QUARANTINED, stale)
+        else:
             self._join(engine)
-            return
-        if state is EngineState.LIVE:
-            state, reason = EngineState.QUARANTINED, stale
-        self._fleet.set_state(engine.url, state, reason)
 
     def _probe(self, engine: Engine) -> tuple[EngineState, str]:
         """Whether it is there. An engine that answers anything is; what it is may stay unknown."""
@@ -171,7 +171,9 @@ class Watcher:
         state, _ = self._probe(engine)
         if state is not EngineState.LIVE:
             return
-        if stale := self._staleness(engine):  # before the proof, whose aborts would hit others' requests there for long
+        if stale := self._fleet.staleness(
+            engine
+        ):  # before the proof, whose aborts would hit others' requests there for long
             self._fleet.set_state(engine.url, EngineState.QUARANTINED, stale)  # it is there: the next update takes it
             self._fleet.explain(engine.url, stale)
             return
@@ -182,14 +184,8 @@ class Watcher:
     def _join(self, engine: Engine) -> None:
         """Make it live. Looks after that, not before: an update that ended meanwhile saw it live, or is seen here."""
         self._fleet.set_state(engine.url, EngineState.LIVE)
-        if stale := self._staleness(engine):
+        if stale := self._fleet.staleness(engine):
             self._fleet.set_state(engine.url, EngineState.QUARANTINED, stale)
-
-    def _staleness(self, engine: Engine) -> str:
-        """Why it may not join: it serves other weights than the fleet. Empty if it may."""
-        expected, version = self._fleet.expected_version, engine.facts.weight_version
-        stale = expected is not None and version != expected
-        return f"{STALE}: it serves weights {version!r}, the fleet {expected!r}" if stale else ""
 
     def _runs(self, engine: Engine) -> bool:
         """Continue an engine that we left paused, as far as nobody holds it on purpose."""

@@ -188,6 +188,12 @@ class Roster:
                 slot.told.add(what)
         return new
 
+    def staleness(self, engine: Engine) -> str:
+        """Why an engine may not join: it serves other weights than the fleet. Empty if it may."""
+        expected, version = self.expected_version, engine.facts.weight_version
+        stale = expected is not None and version != expected
+        return f"{STALE}: it serves weights {version!r}, the fleet {expected!r}" if stale else ""
+
     @property
     def is_closed(self) -> bool:
         """Whether everybody is turned away."""
@@ -198,9 +204,8 @@ class Roster:
 
     def _returned_locked(self, slot: Slot) -> tuple[EngineState, str]:
         """Of a slot that was LEAVING: as before, but for weights that the fleet has left behind meanwhile."""
-        version, expected = slot.engine.facts.weight_version, self.expected_version
-        if slot.before[0] is EngineState.LIVE and expected is not None and version != expected:
-            return EngineState.QUARANTINED, f"{STALE}: it serves weights {version!r}, the fleet {expected!r}"
+        if slot.before[0] is EngineState.LIVE and (stale := self.staleness(slot.engine)):
+            return EngineState.QUARANTINED, stale
         return slot.before
 
     def _some_locked(self, url: str | None) -> list[Slot]:
