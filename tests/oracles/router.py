@@ -13,10 +13,10 @@ from types import TracebackType
 
 import requests
 
-from tests.real.kit import KitError, Report, once, only_one, run, tail
+from tests.real.kit import KitError, Report, run, tail
 from tests.real.launch import free_ports
 
-from .wheel import oracle_root
+from .wheel import cached
 
 VERSION = "0.3.2"
 PACKAGE = f"sglang-router=={VERSION}"
@@ -40,12 +40,8 @@ def ensure(report: Report) -> Path:
     Raises:
         KitError: The package cannot be had; the message shows what pip said.
     """
-    root = oracle_root()
-    root.mkdir(parents=True, exist_ok=True)
-    venv = root / f"sglang-router-{VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
-    with only_one(root / "lock", report):
-        once(venv, lambda: _install(venv, report))
-    return venv / "bin" / "python"
+    name = f"sglang-router-{VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
+    return cached(name, lambda venv: _install(venv, report), report) / "bin" / "python"
 
 
 def _install(venv: Path, report: Report) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -59,12 +60,18 @@ def ensure(report: Report) -> Oracles:
     Raises:
         KitError: The wheel cannot be had; the message shows what pip said.
     """
+    name = f"sglang-{VERSION}-{hashlib.sha256(' '.join((KITS, *FILES)).encode()).hexdigest()[:10]}"
+    return Oracles(cached(name, lambda folder: _fetch(folder, report), report))
+
+
+def cached(name: str, build: Callable[[Path], None], report: Report) -> Path:
+    """Returns a folder of the cache, built first if it is not there; one run at a time."""
     root = oracle_root()
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / f"sglang-{VERSION}-{hashlib.sha256(' '.join((KITS, *FILES)).encode()).hexdigest()[:10]}"
+    folder = root / name
     with only_one(root / "lock", report):
-        once(folder, lambda: _fetch(folder, report))
-    return Oracles(folder)
+        once(folder, lambda: build(folder))
+    return folder
 
 
 def _fetch(folder: Path, report: Report) -> None:
