@@ -11,7 +11,8 @@ import numpy as np
 
 from rolloutsync import RetryPolicy, RolloutClient, RolloutError, Sample, Status
 from tests.client.kit import ScriptedEngine, body_of, completion
-from tests.wire import Request, Script, WireServer, answer
+from tests.kernel import client_states
+from tests.wire import Request, Script, WireServer, answer, eventually
 
 MakeClient = Callable[..., RolloutClient]
 IMPATIENT = RetryPolicy(backoff_base_s=0.02, backoff_cap_s=0.05)  # where five attempts are to be waited for
@@ -99,3 +100,8 @@ def unused_url() -> str:
 def order_of(engine: ScriptedEngine, *paths: str) -> list[str]:
     """Requests to these paths, in the order of their arrival."""
     return [path for path in engine.server.paths() if path in paths]
+
+
+def await_parting(port: int) -> None:
+    """The server has ended its idle connections and the kernel has heard of it: none can be reused by mistake."""
+    eventually(lambda: "ESTABLISHED" not in client_states(port), "the server's FIN has come")

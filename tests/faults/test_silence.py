@@ -22,7 +22,7 @@ from rolloutsync import (
 from tests.background import in_thread
 from tests.client.kit import ScriptedEngine, prompts
 from tests.faults.engine import LiveEngine
-from tests.faults.kit import MakeClient, check, check_all, check_failed, echo, of_prompt, within
+from tests.faults.kit import MakeClient, await_parting, check, check_all, check_failed, echo, of_prompt, within
 from tests.kernel import client_states
 from tests.steps import NEVER_ENDING, half_open, read_slowly
 from tests.wire import WireServer, answer, close, eventually, play, read_bytes, silence, wait_for
@@ -195,6 +195,7 @@ def test_a_name_that_cannot_be_looked_up(client_to: MakeClient, hanging_resolver
     with ScriptedEngine(echo, closing=True) as engine:
         client = client_to(f"http://localhost:{engine.server.port}", timeouts=Timeouts(control_s=DEADLINE_S))
         check(client.generate([[5, 6]])[0], [5, 6])
+        await_parting(engine.server.port)
         hanging_resolver.set()
         verb = in_thread(client.flush_cache)
         call = in_thread(lambda: client.generate([[7, 8]], timeout=DEADLINE_S, on_error="return"))
@@ -240,6 +241,7 @@ def test_a_look_up_that_hangs_is_no_reason_to_wait(client_to: MakeClient, hangin
         timeouts = Timeouts(connect_s=0.3, control_s=0.5)
         client = client_to(f"http://localhost:{engine.server.port}", timeouts=timeouts)
         check(client.generate([[5, 6]])[0], [5, 6])
+        await_parting(engine.server.port)
         hanging_resolver.set()
         job = client.start([[7, 8]])
         client.add_engine(other.url)
