@@ -1,0 +1,36 @@
+"""httpx.AsyncClient the way async trainers set it up: limits as wide as the concurrency, no timeout, json."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from benchmarks.harness.work import Work
+from benchmarks.peers.loop import AsyncPeer
+
+
+class HttpxPeer(AsyncPeer):
+    """See the module."""
+
+    async def open(self) -> None:
+        """See ``AsyncPeer``."""
+        limits = httpx.Limits(max_connections=self._work.threads)
+        self._client = httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None))
+
+    async def shut(self) -> None:
+        """See ``AsyncPeer``."""
+        await self._client.aclose()
+
+    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        """See ``AsyncPeer``."""
+        response = await self._client.post(url, json=body)
+        response.raise_for_status()
+        answer: dict[str, Any] = json.loads(response.text)
+        return answer
+
+
+def make(work: Work) -> HttpxPeer:
+    """See ``make_peer``."""
+    return HttpxPeer(work)

@@ -1,0 +1,111 @@
+"""The benchmark suite: what it measures is a ratio to the clients that trainers use otherwise, in the same run.
+
+    python -m benchmarks --quick                                        # all, in under five minutes
+    python -m benchmarks stress routed_experts --json out.json          # some
+    python -m benchmarks stress --engines 4 --threads 2048 --seconds 20 # one, with its own options
+    python -m benchmarks stress --url http://10.0.0.5:30000 --threads 256 --seconds 60
+
+Every client runs in a fresh process, so that CPU seconds and memory are its own. Nothing fails on timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.harness.benchmark import Benchmark
+from benchmarks.harness.facts import machine_facts
+from benchmarks.harness.figures import Row, Verdict
+from benchmarks.harness.options import Common, add_common, add_fields, read_common, read_fields
+from benchmarks.harness.tables import make_console, results_table, targets_table
+from benchmarks.peers import PEERS
+
+NAMES = ("stress", "routed_experts", "long_logprobs", "abort", "memory", "step")
+
+
+def load(name: str) -> Benchmark:
+    """One benchmark by its name."""
+    found: Benchmark = import_module(f"benchmarks.{name}").BENCHMARK
+    return found
+
+
+def make_parser(names: Sequence[str]) -> argparse.ArgumentParser:
+    """For the benchmarks named; one alone brings its own options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; none: all")
+    add_common(parser)
+    return parser
+
+
+def read(arguments: Sequence[str]) -> tuple[Common, list[tuple[Benchmark, Any]]]:
+    """Common options, and the benchmarks to run with theirs."""
+    named = [word for word in arguments if word in NAMES]
+    parser = make_parser(named)
+    alone = load(named[0]) if len(named) == 1 else None
+    if alone is not None:
+        add_fields(parser, alone.defaults(read_common(parser.parse_known_args(arguments)[0]).form))
+    parsed = parser.parse_args(arguments)
+    unknown = [*(set(parsed.names) - set(NAMES)), *(set(parsed.peers) - set(PEERS))]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: benchmarks are {', '.join(NAMES)}; clients are {', '.join(PEERS)}")
+    common = read_common(parsed)
+    chosen = [alone] if alone is not None else [load(name) for name in parsed.names or NAMES]
+    plans = [(one, one.defaults(common.form)) for one in chosen]
+    if alone is not None:
+        plans = [(alone, read_fields(parsed, alone.defaults(common.form)))]
+    return common, plans
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write. 1 if a script did not work; targets that are not met are told, and are no failure."""
+    common, plans = read(sys.argv[1:] if arguments is None else arguments)
+    console = make_console()
+    rows: list[Row] = []
+    verdicts: list[Verdict] = []
+    for benchmark, options in plans:
+        measured = _run(benchmark, options, common, console)
+        rows += measured
+        verdicts += benchmark.judge(measured)
+    if verdicts:
+        console.print(targets_table(verdicts))
+    _write(common, rows, verdicts)
+    return 0
+
+
+def _run(benchmark: Benchmark, options: Any, common: Common, console: Console) -> list[Row]:
+    with console.status(benchmark.name) as status:
+
+        def tell(words: str) -> None:
+            status.update(words)
+            if not console.is_terminal:
+                print(words, file=sys.stderr, flush=True)
+
+        rows = benchmark.run(options, common, tell)
+    console.print(results_table(benchmark, rows))
+    return rows
+
+
+def _write(common: Common, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> None:
+    facts = machine_facts()
+    if common.json:
+        found = {
+            "form": common.form.value,
+            "facts": facts,
+            "rows": [asdict(row) for row in rows],
+            "targets": [asdict(verdict) | {"met": verdict.met} for verdict in verdicts],
+        }
+        Path(common.json).write_text(json.dumps(found, indent=1) + "\n")
+    if common.plot:
+        from benchmarks.harness.plots import draw  # noqa: PLC0415 - matplotlib is slow to import
+
+        draw(rows, facts, Path(common.plot))
