@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +28,7 @@ class Call:
         body: JSON bytes, or None.
         admin: Wants the admin key where there is one.
         long: A weight or memory call: long timeout, never re-sent.
+        headers: Further headers, (name, value).
     """
 
     method: str
@@ -35,6 +36,7 @@ class Call:
     body: bytes | None = None
     admin: bool = False
     long: bool = False
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,12 @@ class LoadReading:
         return f"{self.running} running, {self.waiting} waiting, {self.tokens} tokens"
 
 
+def merged(facts: Facts, more: Facts) -> Facts:
+    """``facts``, with what they leave open taken from ``more``."""
+    told = {f.name: getattr(more, f.name) for f in fields(facts) if getattr(facts, f.name) is None}
+    return replace(facts, **told)
+
+
 def unknown_load(why: str) -> LoadReading:
     """A reading that proves nothing."""
     return LoadReading(kind=LoadKind.UNKNOWN, why=why)
@@ -163,16 +171,33 @@ class WeightDialect(Protocol):
     def read_checksum(self, answer: Any) -> str | None:
         """The sum in the answer to ``checksum``, or None."""
 
+    def keeps_label(self, facts: Facts) -> bool:
+        """Whether the engine bears the label that ``set_version`` gives; without one nothing can be read back."""
 
-class Dialect(Protocol):
-    """One engine family's HTTP API, as pure functions. Implementations are stateless and thread-safe."""
 
-    name: str
-    flush: Call
+class Vocabulary(Protocol):
+    """What is known of sampling parameters before it is known which engine gets them."""
+
     default_max_new_tokens: int  # where a request does not say
     seed: str  # the sampling parameter
     grammars: tuple[str, ...]  # sampling parameters with a state that a resume loses
     penalties: tuple[tuple[str, float], ...]  # and their neutral values
+
+    def check_sampling(self, params: Any) -> dict[str, Any]:
+        """The user's sampling parameters in one vocabulary; ValueError or TypeError names what is wrong."""
+
+
+class Dialect(Vocabulary, Protocol):
+    """One engine family's HTTP API, as pure functions. Implementations are stateless and thread-safe.
+
+    Attributes:
+        ends_on_disconnect: A request ends at once when its connection does: where an engine cannot abort by id,
+            shutting the socket is as good, but for the tokens.
+    """
+
+    name: str
+    flush: Call
+    ends_on_disconnect: bool
 
     def resumed_seed(self, seed: int, done: int) -> int:
         """The seed that continues a sample of ``done`` tokens as if it had not been cut short."""
@@ -181,11 +206,23 @@ class Dialect(Protocol):
     def weights(self) -> WeightDialect:
         """The calls of a weight update."""
 
-    def check_sampling(self, params: Any) -> dict[str, Any]:
-        """The user's sampling parameters in the engine's words; ValueError or TypeError names what is wrong."""
+    def generate_routes(self, prompt: Prompt, facts: Facts) -> tuple[str, ...]:
+        """The paths that can generate this sample, best first; the next one is for engines that lack it: ``lacks``."""
 
-    def encode_generate(self, prompt: Prompt, rid: str, *, facts: Facts, dp_rank: int | None) -> Call:
-        """The request that generates one sample."""
+    def encode_generate(
+        self, prompt: Prompt, rid: str, *, facts: Facts, dp_rank: int | None, route: str | None = None
+    ) -> Call:
+        """The request that generates one sample, by ``route`` or the best one.
+
+        Raises:
+            UnsupportedError: This family has no such thing as one of its parameters or fields; names it.
+        """
+
+    def lacks(self, call: Call, status: int, words: str) -> bool:
+        """Whether an error answer means that the engine does not have this call: the next way may be tried."""
+
+    def hint(self, call: Call, status: int, words: str) -> str:
+        """What an operator can do about an error answer, or an empty string."""
 
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """The answer's segment; ProtocolError if it cannot be right."""
@@ -193,11 +230,17 @@ class Dialect(Protocol):
     def abort(self, rid: str | None) -> Call:
         """Abort one request, or all."""
 
+    def abort_ways(self, rid: str | None) -> tuple[tuple[Call, ...], ...]:
+        """The ways to abort one request, or all, best first; each is made of calls, one after the other."""
+
     def load_calls(self) -> tuple[Call, ...]:
         """The ways to ask for the load, best first; a 404 or 405 leads to the next."""
 
     def read_load(self, call: Call, answer: Any, dp_size: int) -> LoadReading:
-        """What the answer to a load call amounts to."""
+        """What the answer to a load call, or to one of ``work_calls``, amounts to."""
+
+    def work_calls(self) -> tuple[Call, ...]:
+        """Calls that may show work which the load does not show yet: BUSY counts, anything else says nothing."""
 
     def facts_calls(self) -> tuple[Call, ...]:
         """The ways to ask what the engine is, best first."""
@@ -205,8 +248,17 @@ class Dialect(Protocol):
     def read_facts(self, answer: Any) -> Facts:
         """What the answer to a facts call says."""
 
+    def more_facts_calls(self) -> tuple[Call, ...]:
+        """What to ask besides, for what the facts leave open; one that fails is no matter."""
+
+    def scheduler_calls(self) -> tuple[Call, ...]:
+        """The ways to ask something that only a live scheduler answers, best first."""
+
+    def reach_call(self) -> Call:
+        """The cheapest call there is; answered even by a frozen engine."""
+
     def version_call(self) -> Call:
-        """The cheapest call that tells the weight version; answered even by a frozen engine."""
+        """The cheapest call that tells the weight version."""
 
     def read_version(self, answer: Any) -> str | None:
         """The weight version in the answer to that call, or None."""

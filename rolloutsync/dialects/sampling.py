@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rolloutsync.errors import shown
+from rolloutsync.errors import UnsupportedError, shown
 from rolloutsync.payload import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 Rule = tuple["Callable[[Any], bool]", str]
+
+SEED = "sampling_seed"
+OFFSET = "seed_offset"  # ours: tokens that a resumed sample has; never sent. Engines differ in what a seed does then
 
 
 def _is_int(value: Any) -> bool:
@@ -100,3 +103,34 @@ def check_values(params: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
         holds, rule = rules[key]
         if value is not None and not holds(value):
             raise ValueError(f"sampling_params[{shown(key)}] must be {rule}, got {shown(value)}")
+
+
+def rename(params: dict[str, Any], others: Mapping[str, str]) -> None:
+    """Give parameters with other names their own, in place.
+
+    Raises:
+        ValueError: Both names are given.
+    """
+    for other, own in others.items():
+        if params.get(other) is not None and params.get(own) is not None:
+            raise ValueError(
+                f"{other} ({shown(params[other])}) and {own} ({shown(params[own])}) are the same thing: give one"
+            )
+        if (value := params.pop(other, None)) is not None:
+            params[own] = value
+
+
+def refuse_unknown(params: Mapping[str, Any], known: Mapping[str, object], family: str) -> None:
+    """Raise UnsupportedError for a parameter that only engines of another family have."""
+    for key in params.keys() - known.keys() - {OFFSET}:
+        raise UnsupportedError(f"{family} has no sampling parameter {key} (value {shown(params[key])})")
+
+
+def with_seed(params: Mapping[str, Any], resumed_seed: Callable[[int, int], int]) -> Mapping[str, Any]:
+    """The parameters as they are sent: the seed of a resumed sample is the engine's own function of it."""
+    if OFFSET not in params:
+        return params
+    sent = {key: value for key, value in params.items() if key != OFFSET}
+    if sent.get(SEED) is not None:
+        sent[SEED] = resumed_seed(int(sent[SEED]), int(params[OFFSET]))
+    return sent
