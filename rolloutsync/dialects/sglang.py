@@ -65,6 +65,7 @@ class SGLangDialect:
     """SGLang over HTTP. Stateless."""
 
     name = "sglang"
+    ends_on_disconnect = False  # noticed after one to three seconds
     flush = _post("/flush_cache", {})
     default_max_new_tokens = 128
     seed = "sampling_seed"
@@ -95,9 +96,23 @@ class SGLangDialect:
         """See ``Dialect.resumed_seed``. SGLang hashes the seed with each token's position, which goes on by itself."""
         return seed
 
-    def encode_generate(self, prompt: Prompt, rid: str, *, facts: Facts, dp_rank: int | None) -> Call:
+    def generate_routes(self, prompt: Prompt, facts: Facts) -> tuple[str, ...]:  # noqa: ARG002 - others have several
+        """See ``Dialect.generate_routes``."""
+        return ("/generate",)
+
+    def encode_generate(
+        self,
+        prompt: Prompt,
+        rid: str,
+        *,
+        facts: Facts,
+        dp_rank: int | None,
+        route: str | None = None,  # noqa: ARG002 - there is one only
+    ) -> Call:
         """See ``Dialect.encode_generate``."""
-        body: dict[str, Any] = {**prompt.fields, "rid": rid, "sampling_params": prompt.sampling_params}
+        rules.refuse_unknown(prompt.sampling_params, SAMPLING_RULES, "SGLang")
+        params = rules.with_seed(prompt.sampling_params, self.resumed_seed)
+        body: dict[str, Any] = {**prompt.fields, "rid": rid, "sampling_params": params}
         if prompt.input_ids is not None:
             body["input_ids"] = prompt.input_ids
         else:
@@ -119,6 +134,18 @@ class SGLangDialect:
         """See ``Dialect.abort``. SGLang matches rids by prefix, so ours all have the same length."""
         return _post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
+    def abort_ways(self, rid: str | None) -> tuple[tuple[Call, ...], ...]:
+        """See ``Dialect.abort_ways``."""
+        return ((self.abort(rid),),)
+
+    def lacks(self, call: Call, status: int, words: str) -> bool:  # noqa: ARG002 - others need them
+        """See ``Dialect.lacks``."""
+        return status in {404, 405}
+
+    def hint(self, call: Call, status: int, words: str) -> str:  # noqa: ARG002 - others need them
+        """See ``Dialect.hint``. SGLang's own words say it."""
+        return ""
+
     def load_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.load_calls``. Without ``include``: every section; ``/server_info`` holds no counts."""
         return _get("/v1/loads"), _get("/get_load")
@@ -127,6 +154,10 @@ class SGLangDialect:
         """See ``Dialect.read_load``."""
         return read_loads(answer, dp_size, live=call.path == "/get_load")
 
+    def work_calls(self) -> tuple[Call, ...]:
+        """See ``Dialect.work_calls``."""
+        return ()
+
     def facts_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.facts_calls``."""
         return _get("/server_info"), _get("/get_server_info")
@@ -134,6 +165,18 @@ class SGLangDialect:
     def read_facts(self, answer: Any) -> Facts:
         """See ``Dialect.read_facts``."""
         return read_facts(answer)
+
+    def more_facts_calls(self) -> tuple[Call, ...]:
+        """See ``Dialect.more_facts_calls``."""
+        return ()
+
+    def scheduler_calls(self) -> tuple[Call, ...]:
+        """See ``Dialect.scheduler_calls``."""
+        return self.facts_calls()
+
+    def reach_call(self) -> Call:
+        """See ``Dialect.reach_call``."""
+        return self.version_call()
 
     def version_call(self) -> Call:
         """See ``Dialect.version_call``."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rolloutsync.dialects.base import Call, clip_words
+from rolloutsync.dialects.base import Call, Facts, clip_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -97,6 +97,10 @@ class SGLangWeights:
         """See ``WeightDialect.read_checksum``."""
         told = answer.get("per_engine_checksum") if isinstance(answer, dict) else None
         return told if isinstance(told, str) and told else None
+
+    def keeps_label(self, facts: Facts) -> bool:  # noqa: ARG002 - others need them
+        """See ``WeightDialect.keeps_label``."""
+        return True
 
 
 def _text(tensor: str | bytes) -> str:
