@@ -26,7 +26,7 @@ from rolloutsync.errors import (
     TransportError,
     UnsupportedError,
 )
-from rolloutsync.payload import parse_json
+from rolloutsync.payload import parse_answer, parse_json
 from rolloutsync.transport import Lane, Reply, Transport
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rolloutsync.config import ClientConfig
     from rolloutsync.dialects.base import Call, Dialect
     from rolloutsync.errors import Cut
+    from rolloutsync.payload import JsonPath
     from rolloutsync.sample import Prompt, Segment
 
 _USER_AGENT = "rolloutsync"
@@ -53,6 +54,7 @@ class Engine:
         self._config = config
         self._clock = clock
         self.facts = self._with_model(Facts())
+        self._header_sets: dict[tuple[bool, bool], dict[str, str]] = {}
         self._load_call = 0  # index of the load call that this engine answers
 
     # --- generate: the data lane ---
@@ -65,7 +67,7 @@ class Engine:
         with self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh) as reply:
             try:
                 self._check_status(call, reply, rid)
-                answer = self._json(call, reply)
+                answer = self._json(call, reply, self.dialect.large_fields(prompt))
                 dtype = self._config.routed_experts_dtype
                 return self.dialect.decode_generate(answer, prompt, rid, self.facts, dtype)
             except ProtocolError as error:
@@ -191,13 +193,17 @@ class Engine:
         )
 
     def _headers(self, call: Call) -> dict[str, str]:
+        headers = self._header_sets.get((call.admin, call.body is None))
+        return headers or self._make_headers(admin=call.admin, empty=call.body is None)
+
+    def _make_headers(self, *, admin: bool, empty: bool) -> dict[str, str]:
         headers = {"User-Agent": _USER_AGENT, "Accept": "*/*", "Accept-Encoding": "identity"}
-        if call.body is not None:
+        if not empty:
             headers["Content-Type"] = "application/json"
-        key = (self._config.admin_api_key if call.admin else None) or self._config.api_key
+        key = (self._config.admin_api_key if admin else None) or self._config.api_key
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        return headers
+        return self._header_sets.setdefault((admin, empty), headers)
 
     def _check_status(self, call: Call, reply: Reply, rid: str | None) -> None:
         status = reply.status
@@ -215,9 +221,9 @@ class Engine:
             paused=self.dialect.says_paused(status, reply.body),
         )
 
-    def _json(self, call: Call, reply: Reply) -> Any:
+    def _json(self, call: Call, reply: Reply, large: tuple[JsonPath, ...]) -> Any:
         try:
-            return parse_json(reply.body)
+            return parse_answer(reply.body, large)
         except ValueError:
             start = error_text(reply.body[:300])
             raise ProtocolError(

@@ -52,6 +52,7 @@ class Fleet(Roster):
         self._gate = Gate(active)
         self._suspects = 0  # that wait for a lease
         self._most_suspects = 0  # since none did
+        self._wanting = 0  # threads that wait for room
         self._drains = 0  # threads in await_none, to be told of each release
         self.cuts = 0  # engine-wide aborts so far; only grows
         self.closings = 0  # closings of the gate that ended what waited; only grows
@@ -60,7 +61,7 @@ class Fleet(Roster):
 
     def close_gate(self, token: object, mode: GateMode, *, cuts: bool = False) -> None:
         """No new request leaves from now on; ``token`` opens it again. ``cuts``: it is an engine-wide abort too."""
-        with self._changed:
+        with self._lock:
             self._gate.close(token, mode)
             self.cuts += cuts or mode is GateMode.ABORT
             self.closings += mode is GateMode.ABORT
@@ -68,7 +69,7 @@ class Fleet(Roster):
 
     def open_gate(self, *tokens: object) -> None:
         """Take back what ``tokens`` closed. Proofs of idle end when it opens."""
-        with self._changed:
+        with self._lock:
             for token in tokens:
                 self._gate.open(token)
             if self._gate.mode is GateMode.OPEN:
@@ -79,12 +80,12 @@ class Fleet(Roster):
     @property
     def gate(self) -> GateMode:
         """Whether requests may leave."""
-        with self._changed:
+        with self._lock:
             return self._gate.mode
 
     def calls_off(self, order: Order) -> bool:
         """Whether ``order`` should end ABORTED rather than be tried again."""
-        with self._changed:
+        with self._lock:
             return self._closed or self._is_off_locked(order)
 
     # --- leases ---
@@ -95,19 +96,24 @@ class Fleet(Roster):
         Prefers another engine than ``avoid``. Ends early when the order is called off, at ``deadline``, when the
         client closes, and after ``engine_wait_s`` without any live engine.
         """
-        with self._changed:
+        with self._lock:
             suspect = bool(order.life.died_on)
-            self._suspects += suspect
-            self._most_suspects = max(self._most_suspects, self._suspects)
-            try:
-                place = self._place_locked(order, rid, deadline, avoid)
-            finally:
-                self._suspects -= suspect
-                self._most_suspects = self._most_suspects if self._suspects else 0
-            leave_line(self._slots, order)
-        if isinstance(place, Lease) and place.first:
-            self._on_busy(place.engine)
-        return place
+            place = self._place_suspect_locked if suspect else self._place_locked
+            found = place(order, rid, deadline, avoid)
+            if order.group.sticky:
+                leave_line(self._slots, order)
+        if isinstance(found, Lease) and found.first:
+            self._on_busy(found.engine)
+        return found
+
+    def _place_suspect_locked(self, order: Order, rid: str, deadline: Deadline, avoid: str | None) -> Lease | Turned:
+        self._suspects += 1
+        self._most_suspects = max(self._most_suspects, self._suspects)
+        try:
+            return self._place_locked(order, rid, deadline, avoid)
+        finally:
+            self._suspects -= 1
+            self._most_suspects = self._most_suspects if self._suspects else 0
 
     def _place_locked(self, order: Order, rid: str, deadline: Deadline, avoid: str | None) -> Lease | Turned:
         while True:
@@ -123,13 +129,17 @@ class Fleet(Roster):
                     return Turned.UNAVAILABLE
             queue = line_up(self._slots, order, self._lock) or self._room
             heal_s = _HEAL_SUSPECT_S if order.life.died_on else _HEAL_S
-            self._clock.wait(queue, min(heal_s, sooner(deadline, patience) or heal_s))
+            self._wanting += 1
+            try:
+                self._clock.wait(queue, min(heal_s, sooner(deadline, patience) or heal_s))
+            finally:
+                self._wanting -= 1
 
     def release(
         self, lease: Lease, *, answered: bool = False, tokens: int = 0, version: str | None = None, retry: bool = False
     ) -> None:
         """The request has ended for good; says what it brought."""
-        with self._changed:
+        with self._lock:
             slot = lease.slot
             slot.give_back(lease)
             slot.answered_at = self._clock.monotonic() if answered else slot.answered_at
@@ -138,8 +148,9 @@ class Fleet(Roster):
             slot.engine.heard_version(version)
             if slot.state is EngineState.LEAVING and not slot.leases:
                 self._slots.pop(slot.engine.url, None)
-            call_next(slot)
-            self._room.notify(len(self._slots) + _WOKEN if lease.order.life.died_on else _WOKEN)
+            if self._wanting:
+                call_next(slot)
+                self._room.notify(len(self._slots) + _WOKEN if lease.order.life.died_on else _WOKEN)
             if self._drains:
                 self._changed.notify_all()
             expected = self.expected_version
@@ -150,20 +161,20 @@ class Fleet(Roster):
     def rest(self, order: Order, seconds: float, deadline: Deadline) -> None:
         """Wait ``seconds`` before another attempt; ends early when the order is called off or the client closes."""
         until = Deadline.after(self._clock, seconds)
-        with self._changed:
+        with self._lock:
             while not until.expired and self._turned_locked(order, deadline) is None:
                 self._clock.wait(self._changed, sooner(deadline, until))
 
     def nap(self, seconds: float) -> None:
         """Block for ``seconds``, less when the client closes."""
         until = Deadline.after(self._clock, seconds)
-        with self._changed:
+        with self._lock:
             while not (self._closed or until.expired):
                 self._clock.wait(self._changed, until.remaining())
 
     def leases(self, url: str | None = None, *, of: Callable[[Order], bool] | None = None) -> list[Lease]:
         """Requests in flight now: at one engine or all, of all orders or some."""
-        with self._changed:
+        with self._lock:
             leases = [lease for slot in self._some_locked(url) for lease in slot.leases.values()]
             return [lease for lease in leases if of is None or of(lease.order)]
 
@@ -174,7 +185,7 @@ class Fleet(Roster):
     def await_none(self, url: str, seconds: float, *, of: Callable[[Order], bool] | None = None) -> bool:
         """Block until no request of ours is in flight at an engine, for at most ``seconds``; whether that is so."""
         until = Deadline.after(self._clock, seconds)
-        with self._changed:
+        with self._lock:
             self._drains += 1
             try:
                 while (left := self.leases(url, of=of)) and not until.expired:
@@ -189,7 +200,7 @@ class Fleet(Roster):
         At most ``grace_s`` after the first live one, and ``limit_s`` in all.
         """
         until = Deadline.after(self._clock, limit_s)
-        with self._changed:
+        with self._lock:
             while not self._closed and not until.expired and EngineState.NEW in (states := self._states_locked()):
                 if EngineState.LIVE in states:
                     until, grace_s = until.or_sooner(self._clock, grace_s), 86400.0
@@ -197,25 +208,25 @@ class Fleet(Roster):
 
     def wake(self) -> None:
         """Make everybody who waits look again: a stop was set."""
-        with self._changed:
+        with self._lock:
             self._wake_locked()
 
     def close(self) -> None:
         """Turn everybody away from now on."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._wake_locked()
 
     def unavailable(self) -> EngineUnavailableError:
         """The error that names each engine and why it is not live."""
-        with self._changed:
+        with self._lock:
             return none_live(self._slots, self._engine_wait_s)
 
     # --- under the lock ---
 
     def _is_off_locked(self, order: Order) -> bool:
         """Also by a drain that is over: it may have taken no longer than it takes to wake up."""
-        return order.stopped or self._gate.mode is GateMode.ABORT or order.closings != self.closings
+        return order.closings != self.closings or self._gate.mode is GateMode.ABORT or order.stopped
 
     def _turned_locked(self, order: Order, deadline: Deadline) -> Turned | None:
         if self._closed:

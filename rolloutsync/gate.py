@@ -35,12 +35,7 @@ class Gate:
     def __init__(self, active: ActiveTime) -> None:
         self._active = active
         self._closers: dict[object, GateMode] = {}
-
-    @property
-    def mode(self) -> GateMode:
-        """The strongest wish of all closers."""
-        modes = set(self._closers.values())
-        return GateMode.ABORT if GateMode.ABORT in modes else GateMode.HOLD if modes else GateMode.OPEN
+        self.mode = GateMode.OPEN  # the strongest wish of all closers
 
     def close(self, token: object, mode: GateMode) -> None:
         """Close it in ``token``'s name, or change the mode that ``token`` asked for."""
@@ -59,6 +54,8 @@ class Gate:
         return GateMode.HOLD in self._closers.values()
 
     def _account(self, held_before: bool) -> None:
+        modes = set(self._closers.values())
+        self.mode = GateMode.ABORT if GateMode.ABORT in modes else GateMode.HOLD if modes else GateMode.OPEN
         if self._holds and not held_before:
             self._active.hold()
         elif held_before and not self._holds:

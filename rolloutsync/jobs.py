@@ -59,8 +59,12 @@ class Job:
         self._stop = stop
         self._abort = abort
         self._pid = os.getpid()
-        # _changed's lock guards: _slots, _finished, _tokens, _statuses, _missing, _whole. Never held across I/O.
-        self._changed = threading.Condition()
+        # _lock guards: _slots, _finished, _tokens, _statuses, _missing, _whole, _iterators. Never held across I/O.
+        # Two conditions on it, so that who waits for everything is not woken for each sample.
+        self._lock = threading.RLock()
+        self._one_more = threading.Condition(self._lock)
+        self._all = threading.Condition(self._lock)
+        self._iterators = 0  # threads that wait for one more
         self._finished = [place for place, sample in enumerate(slots) if sample is not None]  # places, in that order
         self._statuses: Counter[Status] = Counter(sample.status for sample in slots if sample is not None)
         self._tokens = 0
@@ -77,21 +81,24 @@ class Job:
     def deliver(self, order: Order, sample: Sample) -> None:
         """Called by a worker, once for each order."""
         place = order.index * self._n + order.member
-        with self._changed:
+        with self._lock:
             self._slots[place] = sample
             self._finished.append(place)
             self._statuses[sample.status] += 1
             self._missing[order.index] -= 1
             self._whole += self._missing[order.index] == 0
             self._tokens += order.news(sample)[0]
-            self._changed.notify_all()
+            if self._iterators:
+                self._one_more.notify_all()
+            if len(self._finished) == len(self._slots):
+                self._all.notify_all()
 
     # --- waiting ---
 
     @property
     def done(self) -> bool:
         """Whether every sample has ended. Does not block."""
-        with self._changed:
+        with self._lock:
             return len(self._finished) == len(self._slots)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -108,24 +115,24 @@ class Job:
 
     def _wait(self, until: float | None) -> bool:
         while True:
-            with self._changed:
+            with self._lock:
                 done = len(self._finished) == len(self._slots)
                 if not done:
                     left = None if until is None else until - self._clock.monotonic()
                     if left is not None and left <= 0:
                         return False
-                    self._wait_locked(min(LOOK_S, left or LOOK_S) if self._bar.wanted else left)
+                    self._wait_locked(self._all, min(LOOK_S, left or LOOK_S) if self._bar.wanted else left)
             self._show()
             if done:
                 return True
 
-    def _wait_locked(self, seconds: float | None) -> None:
+    def _wait_locked(self, condition: threading.Condition, seconds: float | None) -> None:
         if os.getpid() != self._pid:
             raise ForkedError("this job belongs to the parent process: its threads do not exist in a forked child")
-        self._clock.wait(self._changed, seconds)
+        self._clock.wait(condition, seconds)
 
     def _show(self) -> None:
-        with self._changed:
+        with self._lock:
             done, tokens = len(self._finished), self._tokens
             aborted, failed = self._statuses[Status.ABORTED], self._statuses[Status.FAILED]
             groups = {"groups": f"{self._whole}/{len(self._missing)}"} if self._n > 1 else {}
@@ -139,9 +146,13 @@ class Job:
 
     def _places(self) -> Iterator[int]:
         for number in range(len(self._slots)):
-            with self._changed:
-                while len(self._finished) <= number:
-                    self._wait_locked(None)
+            with self._lock:
+                self._iterators += 1
+                try:
+                    while len(self._finished) <= number:
+                        self._wait_locked(self._one_more, None)
+                finally:
+                    self._iterators -= 1
                 place = self._finished[number]
             if self._progress:  # a bar that nobody asked for belongs to blocking calls
                 self._show()
@@ -149,7 +160,7 @@ class Job:
         self._bar.close()
 
     def _at(self, start: int, stop: int) -> list[Sample]:
-        with self._changed:
+        with self._lock:
             return [sample for sample in self._slots[start:stop] if sample is not None]
 
     def groups(self) -> Iterator[list[Sample]]:

@@ -6,26 +6,39 @@ import binascii
 import io
 import json
 import math
+import random
 import re
 from tokenize import TokenError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 import pybase64
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeAlias
+
+    Body: TypeAlias = bytes | bytearray
+    JsonPath: TypeAlias = tuple[Any, ...]  # keys and positions, the last a key
+
 _TO_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPENING = np.frombuffer(b"[{", np.uint8)
 _CLOSING = np.frombuffer(b"]}", np.uint8)
 _DEEPEST = 100
+_WORTH_IT = 1 << 14  # bytes of base64, below which it may as well become a Python string
+_MOST_SPACE = 64  # around the colon
+_OPENS_TEXT = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
+_BEFORE_KEY = b"{, \t\r\n"
+_random = random.Random()  # noqa: S311 - no secret: whoever guessed it would only be parsed twice
 _NPY_MAGIC = b"\x93NUMPY"
 _NARROW = {"uint8": 1 << 8, "uint16": 1 << 16}
 _INT32 = np.iinfo(np.int32)
 
 
-def parse_json(body: bytes) -> Any:
+def parse_json(body: Body) -> Any:
     """The JSON value in ``body``.
 
     orjson reads it; what orjson refuses but engines send (NaN, Infinity, lone surrogates) goes to the standard
@@ -43,7 +56,69 @@ def parse_json(body: bytes) -> Any:
     return _mend(json.loads(body))
 
 
-def _depth(body: bytes) -> int:
+def parse_answer(body: Body, large: Sequence[JsonPath] = ()) -> Any:
+    """The JSON value in ``body``, in which base64 at the ``large`` paths may be bytes, decoded straight from the body.
+
+    It is where that is worth it; everywhere else the value is the one that ``parse_json`` gives. A search for the key
+    alone would be fooled (by the key within a text, in another object, twice, with escapes), so what was found is
+    replaced by a random text, and must be at its path in the parsed value; else the whole body is parsed as it is.
+
+    Raises:
+        ValueError: Not JSON.
+    """
+    rest, cuts = body, []
+    for path in large if len(body) >= _WORTH_IT else ():
+        if (found := _cut_out(rest, path)) is not None:
+            rest, cut = found
+            cuts.append(cut)
+    value = parse_json(rest)
+    if all(_put_back(value, *cut) for cut in cuts):
+        return value
+    return parse_json(body)
+
+
+def _cut_out(body: Body, path: JsonPath) -> tuple[bytes, tuple[JsonPath, str, bytes]] | None:
+    """The body with a large base64 text replaced, and (path, replacement, what the text stood for)."""
+    start, end = _find_text(body, b'"%b"' % path[-1].encode())
+    if end - start < _WORTH_IT:
+        return None
+    with memoryview(body) as view:
+        try:
+            raw = pybase64.b64decode(view[start:end], validate=True)
+        except binascii.Error:
+            return None
+        token = f"{_random.getrandbits(128):032x}"
+        return b"".join((view[:start], token.encode(), view[end:])), (path, token, raw)
+
+
+def _find_text(body: Body, key: bytes) -> tuple[int, int]:
+    """Where the first large text after such a key begins and ends; (0, 0) if there is none."""
+    at = body.find(key)
+    while at > 0:
+        after = at + len(key)
+        opening = _OPENS_TEXT.match(body, after, after + _MOST_SPACE)
+        if opening is not None and body[at - 1] in _BEFORE_KEY:
+            end = body.find(b'"', opening.end())
+            if end - opening.end() >= _WORTH_IT:
+                return opening.end(), end
+        at = body.find(key, after)
+    return 0, 0
+
+
+def _put_back(value: Any, path: JsonPath, token: str, raw: bytes) -> bool:
+    """Put ``raw`` in its place; False if the token is not there."""
+    for key in path[:-1]:
+        try:
+            value = value[key]
+        except (TypeError, LookupError):
+            return False
+    if not isinstance(value, dict) or value.get(path[-1]) != token:
+        return False
+    value[path[-1]] = raw
+    return True
+
+
+def _depth(body: Body) -> int:
     """How many lists and objects are open at once at most."""
     outside = np.frombuffer(_STRINGS.sub(b"", body), np.uint8)
     steps = np.isin(outside, _OPENING).astype(np.int32) - np.isin(outside, _CLOSING)
@@ -106,14 +181,16 @@ def decode_base64(text: str) -> bytes:
 def decode_experts(value: Any) -> npt.NDArray[Any]:
     """Expert ids as any engine sends them: base64 of raw int32, base64 of an ``.npy`` file, or nested lists.
 
+    Bytes are base64 that ``parse_answer`` has decoded already.
+
     Raises:
         ValueError: None of these.
     """
     if isinstance(value, list):
         return _integers(np.array(value))
-    if not isinstance(value, str):
+    if not isinstance(value, (str, bytes)):
         raise ValueError(f"expert ids are a {type(value).__name__}, not base64 or a list")
-    raw = decode_base64(value)
+    raw = value if isinstance(value, bytes) else decode_base64(value)
     if raw.startswith(_NPY_MAGIC):
         return _integers(_load_npy(raw))
     if len(raw) % 4:

@@ -25,18 +25,29 @@ def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: floa
     if order.group.sticky and not suspect:
         home = _settle(slots, order, avoid)
         return home if home is not None and home.has_room_for(order) else None
-    free = [
-        slot for slot in slots.values() if slot.has_spare_room and not (suspect and slot.watches_suspect(now, suspects))
-    ]
-    if any(slot.is_live and slot.engine.url != avoid for slot in slots.values()):
-        free = [slot for slot in free if slot.engine.url != avoid]
-    if not free:
-        return None
-    quietest = min(free, key=_in_flight)
+    avoided = slots.get(avoid) if avoid is not None else None
+    quietest: Slot | None = None
+    fewest = others = 0
+    for slot in slots.values():  # for each request: one loop over the engines, and as little as possible in it
+        if slot is avoided or not slot.is_live:
+            continue
+        others += 1
+        held = len(slot.leases)
+        if (quietest is None or held < fewest) and _is_free(slot, held, suspect, now, suspects):
+            quietest, fewest = slot, held
+    if avoided is not None and not others and _is_free(avoided, len(avoided.leases), suspect, now, suspects):
+        return avoided if avoided.is_live else None
     home = slots.get(order.group.home or "")
-    if home in free and home is not None and home.in_flight - quietest.in_flight <= order.group.size:
-        return home
-    return quietest
+    if quietest is None or home is quietest or home is None or not home.is_live or home is avoided:
+        return quietest
+    near = home.in_flight - fewest <= order.group.size
+    return home if near and _is_free(home, home.in_flight, suspect, now, suspects) else quietest
+
+
+def _is_free(slot: Slot, held: int, suspect: bool, now: float, suspects: int) -> bool:
+    """Whether a live slot that has so many requests takes one more that is not of its line."""
+    room = held + len(slot.line) < slot.room if slot.debt else held < slot.room
+    return room and not (suspect and slot.watches_suspect(now, suspects))
 
 
 def take(slots: Mapping[str, Slot], slot: Slot, order: Order, rid: str, now: float) -> Lease:
@@ -58,10 +69,6 @@ def none_live(slots: Mapping[str, Slot], waited_s: float) -> EngineUnavailableEr
     known = [f"{url}: {slot.state}, {slot.reason or 'no answer yet'}" for url, slot in slots.items()]
     reasons = "; ".join(known) or "the client has no engines"
     return EngineUnavailableError(f"no live engine within {waited_s:g} s: {reasons}")
-
-
-def _in_flight(slot: Slot) -> int:
-    return slot.in_flight
 
 
 # --- what is sticky ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rolloutsync.clock import Deadline
 from rolloutsync.errors import (
@@ -19,8 +19,9 @@ from rolloutsync.errors import (
     UnsupportedError,
 )
 from rolloutsync.gate import Turned
+from rolloutsync.growth import extend, make
 from rolloutsync.order import Doing, new_rid
-from rolloutsync.sample import Sample, Segment, Status, Timing, extend
+from rolloutsync.sample import Sample, Segment, Status, Timing
 from rolloutsync.slot import EngineState
 
 if TYPE_CHECKING:
@@ -137,12 +138,17 @@ class Rollout:
         """A whole answer. An abort that nobody asked for, with an error status, is the engine's error."""
         finish = segment.finish
         asked = self._fleet.calls_off(trail.order)
-        sample = extend(trail.order.blank(), segment)
         if finish.type == "abort" and not asked and (finish.status_code or 0) >= 400:
             words = f"the engine ended the sample ({finish.status_code}): {finish.message}"
             trail.last_error = EngineAbortError(words, engine=trail.engine, rid=trail.rid, attempts=trail.attempts)
-            return self._stamp(trail, replace(sample, status=Status.FAILED, error=trail.last_error))
-        return self._stamp(trail, sample)
+            return replace(self._grown(trail, segment), status=Status.FAILED, error=trail.last_error)
+        return self._grown(trail, segment)
+
+    def _grown(self, trail: _Trail, segment: Segment) -> Sample:
+        order = trail.order
+        if order.base is None:
+            return make(order.prompt, order.index, order.member, segment, **self._stamp(trail))
+        return extend(order.blank(), segment, **self._stamp(trail))
 
     def _turned_away(self, trail: _Trail, turned: Turned) -> Sample:
         if turned in {Turned.ABORTED, Turned.CLOSED}:
@@ -163,9 +169,9 @@ class Rollout:
         """A sample without an answer: ABORTED, or FAILED with ``error``."""
         blank = trail.order.blank()
         if error is None:
-            return self._stamp(trail, blank)
+            return replace(blank, **self._stamp(trail))
         error.attempts, error.rid = trail.attempts, error.rid or trail.rid
-        return self._stamp(trail, replace(blank, status=Status.FAILED, error=error))
+        return replace(blank, status=Status.FAILED, error=error, **self._stamp(trail))
 
     def _out_of_time(self, trail: _Trail) -> DeadlineExceededError:
         last = f"; last: {trail.last_error.message}" if trail.last_error else ""
@@ -173,12 +179,12 @@ class Rollout:
         error.__cause__ = trail.last_error
         return error
 
-    def _stamp(self, trail: _Trail, sample: Sample) -> Sample:
+    def _stamp(self, trail: _Trail) -> dict[str, Any]:
         total = self._clock.monotonic() - trail.order.admitted_at
         timing = Timing(total if trail.queued_s is None else trail.queued_s, trail.engine_s, total)
         before = trail.order.base.attempts if trail.order.base is not None else 0
         attempts = before + trail.attempts
-        return replace(sample, rid=trail.rid, engine=trail.engine, attempts=attempts, timing=timing)
+        return {"rid": trail.rid, "engine": trail.engine, "attempts": attempts, "timing": timing}
 
     # --- failures ---
 

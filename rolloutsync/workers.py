@@ -49,8 +49,9 @@ class Workers:
         self._clock = clock
         self._name = name
         self._numbers = itertools.count()
-        # _changed's lock guards all that follows. Never held across a rollout; across a start only of the first thread.
-        self._changed = threading.Condition()
+        # _lock guards all that follows. Never held across a rollout; across a start only of the first thread.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: Admission[tuple[Order, Deliver]] = Admission()
         self._threads: set[threading.Thread] = set()  # those that run, for join
         self._size = 0  # threads that run or are being started
@@ -68,7 +69,7 @@ class Workers:
         lines: dict[tuple[int, int], list[tuple[Order, Deliver]]] = defaultdict(list)
         for order in orders:
             lines[order.job, order.priority].append((order, deliver))
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise ClientClosedError("the client is closed")
             if not self._size:
@@ -87,7 +88,7 @@ class Workers:
         Raises:
             ClientClosedError: Closed; nothing was done.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise ClientClosedError("the client is closed")
         self._ledger.admit([order])
@@ -102,7 +103,7 @@ class Workers:
         Each order that waits has a thread that is idle, or on its way to its first order, as far as there is capacity.
         """
         capacity = self._capacity()
-        with self._changed:
+        with self._lock:
             missing = min(len(self._waiting) - self._idle - self._starting, capacity - self._size)
             missing = 0 if self._closed else max(0, missing)
             self._size += missing
@@ -116,11 +117,11 @@ class Workers:
                 thread = self._start_one()
             except RuntimeError as error:
                 log.warning("only %d worker threads (%s): raise RLIMIT_NPROC or pids.max", len(self._threads), error)
-                with self._changed:
+                with self._lock:
                     self._size -= count - started
                     self._starting -= count - started
                 return
-            with self._changed:
+            with self._lock:
                 self._threads.add(thread)
 
     def _start_one(self) -> threading.Thread:
@@ -128,7 +129,7 @@ class Workers:
 
     def _run(self) -> None:
         """A worker's life: take the next order, make its sample, deliver it; leave after ten idle seconds."""
-        with self._changed:
+        with self._lock:
             self._starting -= 1
         while (work := self._next()) is not None:
             order, deliver = work
@@ -136,9 +137,10 @@ class Workers:
             self._hand_over(order, deliver, self._make(order))
 
     def _next(self) -> tuple[Order, Deliver] | None:
-        until = Deadline.after(self._clock, _IDLE_EXIT_S)
-        with self._changed:
+        until: Deadline | None = None
+        with self._lock:
             while not self._waiting:
+                until = until or Deadline.after(self._clock, _IDLE_EXIT_S)
                 if self._closed or until.expired:
                     self._threads.discard(threading.current_thread())
                     self._size -= 1
@@ -170,21 +172,21 @@ class Workers:
 
     def drop(self, job: int | None = None) -> None:
         """Deliver what no thread has taken yet (of one job, or of all) ABORTED and unsent, from this thread."""
-        with self._changed:
+        with self._lock:
             dropped = self._waiting.take(job)
         for order, deliver in dropped:
             self._hand_over(order, deliver, order.blank())
 
     def close(self) -> None:
         """Take nothing more; what waits is delivered ABORTED."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         self.drop()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the threads to end; the names of those that did not."""
-        with self._changed:
+        with self._lock:
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in threads:
             thread.join(deadline.remaining())

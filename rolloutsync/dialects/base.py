@@ -13,6 +13,7 @@ from rolloutsync.payload import parse_json
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rolloutsync.payload import Body, JsonPath
     from rolloutsync.sample import Prompt, Segment
 
 _LEADING_DIGITS = re.compile(r"\d{1,9}", re.ASCII)
@@ -224,6 +225,9 @@ class Dialect(Vocabulary, Protocol):
     def hint(self, call: Call, status: int, words: str) -> str:
         """What an operator can do about an error answer, or an empty string."""
 
+    def large_fields(self, prompt: Prompt) -> tuple[JsonPath, ...]:
+        """Where large base64 may be in this sample's answer; ``decode_generate`` takes it as text or as bytes."""
+
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """The answer's segment; ProtocolError if it cannot be right."""
 
@@ -275,11 +279,11 @@ class Dialect(Vocabulary, Protocol):
     def resume_memory(self, tags: list[str] | None) -> Call:
         """Take GPU memory again."""
 
-    def says_paused(self, status: int, body: bytes) -> bool:
+    def says_paused(self, status: int, body: Body) -> bool:
         """Whether an error answer means that the engine is paused."""
 
 
-def error_text(body: bytes) -> str:
+def error_text(body: Body) -> str:
     """The engine's own words in an error answer: a dict, a string or an object error, a detail, or plain text."""
     try:
         value = parse_json(body)

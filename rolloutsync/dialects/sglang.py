@@ -14,6 +14,7 @@ from rolloutsync.dialects.sglang_weights import SGLangWeights
 from rolloutsync.errors import shown
 
 if TYPE_CHECKING:
+    from rolloutsync.payload import Body, JsonPath
     from rolloutsync.sample import Prompt, Segment
 
 SAMPLING_RULES: dict[str, rules.Rule] = {
@@ -46,6 +47,7 @@ SAMPLING_RULES: dict[str, rules.Rule] = {
     "choice": rules.JSON,
 }
 _OTHER_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
+_LARGE: tuple[JsonPath, ...] = (("meta_info", "routed_experts"), ("meta_info", "indexer_topk"))
 _KNOWN = (*SAMPLING_RULES, *_OTHER_NAMES, "n")
 PAUSE_MODES = ("abort", "in_place", "retract")
 _RANK_FIELD_SINCE = (0, 5, 10)  # routed_dp_rank; before it only data_parallel_rank is read
@@ -123,6 +125,13 @@ class SGLangDialect:
         if dp_rank is not None:
             body |= _rank_fields(dp_rank, facts.version)
         return _post("/generate", body, admin=False)
+
+    def large_fields(self, prompt: Prompt) -> tuple[JsonPath, ...]:
+        """See ``Dialect.large_fields``."""
+        fields = prompt.fields
+        if not (fields.get("return_routed_experts") or fields.get("return_indexer_topk")):
+            return ()
+        return _LARGE
 
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """See ``Dialect.decode_generate``."""
@@ -205,7 +214,7 @@ class SGLangDialect:
         """See ``Dialect.resume_memory``."""
         return _post("/resume_memory_occupation", {"tags": tags} if tags is not None else {}, long=True)
 
-    def says_paused(self, status: int, body: bytes) -> bool:
+    def says_paused(self, status: int, body: Body) -> bool:
         """See ``Dialect.says_paused``."""
         return status == 503 and "paused" in error_text(body).lower() + body[:500].decode("utf-8", "replace").lower()
 

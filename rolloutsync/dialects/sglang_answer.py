@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
     from rolloutsync.dialects.base import Experts
     from rolloutsync.sample import AnyArray, FloatArray, IntArray, Prompt
 
-_DECODED = (
-    *("finish_reason", "routed_experts", "hidden_states", "input_token_logprobs", "output_token_logprobs"),
-    *("input_top_logprobs", "output_top_logprobs"),
+_DECODED = frozenset(
+    (
+        *("finish_reason", "routed_experts", "hidden_states", "input_token_logprobs", "output_token_logprobs"),
+        *("input_top_logprobs", "output_top_logprobs"),
+    )
 )
 
 
@@ -75,22 +78,34 @@ def decode(
     whole = _Answer(answer, prompt, rid)
     ids = _output_ids(whole)
     text = whole.top.get("text")
+    wants = whole.wants
     return Segment(
         finish=whole.finish,
         text=text if isinstance(text, str) else "",
         output_ids=ids,
         logprobs=_logprobs(whole, ids),
         weight_spans=_spans(whole, len(ids)),
-        routed_experts=_experts(whole, len(ids), experts, dtype, cuts_rows),
-        prompt_logprobs=_prompt_logprobs(whole),
-        top_logprobs=_top_logprobs(whole, len(ids)),
-        hidden_states=_hidden_states(whole),
+        routed_experts=_experts(whole, len(ids), experts, dtype, cuts_rows) if wants("return_routed_experts") else None,
+        prompt_logprobs=_prompt_logprobs(whole) if wants("return_logprob") else None,
+        top_logprobs=_top_logprobs(whole, len(ids)) if wants("top_logprobs_num") else None,
+        hidden_states=_hidden_states(whole) if wants("return_hidden_states") else None,
         prompt_ids=_prompt_ids(whole),
         prompt_tokens=whole.number("prompt_tokens"),
         cached_tokens=whole.number("cached_tokens"),
         dp_rank=whole.number("dp_rank"),
-        meta_info={key: value for key, value in whole.meta.items() if key not in _DECODED},
+        meta_info=_rest(whole.meta),
     )
+
+
+def _rest(meta: dict[str, Any]) -> dict[str, Any]:
+    """What nobody has decoded, as sent; but ``indexer_topk`` as flat int32, where it is base64 of that."""
+    rest = {key: value for key, value in meta.items() if key not in _DECODED}
+    if isinstance(topk := rest.get("indexer_topk"), (str, bytes)):
+        try:
+            rest["indexer_topk"] = decode_experts(topk)
+        except ValueError as error:
+            raise ProtocolError(f"indexer_topk: {error}") from None
+    return rest
 
 
 def _finish(reason: Any) -> Finish:
@@ -142,12 +157,24 @@ def _logprobs(answer: _Answer, ids: IntArray) -> FloatArray | None:
         return NO_LOGPROBS
     if not isinstance(rows, list) or len(rows) != len(ids):
         raise ProtocolError(f"{len(ids)} output_ids but {_length(rows)} output_token_logprobs")
-    values, named = _columns(rows, "output_token_logprobs")
-    if not np.array_equal(named, ids):
+    told = answer.top.get("output_ids")
+    try:
+        named = [row[1] for row in rows] if told is not None else None  # else the ids were read from these rows
+        values, finite = _floats([row[0] for row in rows])
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ProtocolError(f"output_token_logprobs is not a list of [logprob, id, text]: {error}") from None
+    if named is not None and named != told:
         raise ProtocolError("output_token_logprobs are of other tokens than output_ids")
-    if not np.isfinite(values).all():
+    if not finite and not np.isfinite(values).all():
         raise ProtocolError(f"the logprob of output token {int(np.isfinite(values).argmin())} is NaN, null or infinite")
     return values
+
+
+def _floats(numbers: list[Any]) -> tuple[FloatArray, bool]:
+    """As float32, None as NaN and what is beyond as infinite; and whether all are surely finite (cheap, not exact)."""
+    with np.errstate(over="ignore"):
+        values = np.fromiter(numbers, np.float32, len(numbers))
+        return values, math.isfinite(values.dot(values))
 
 
 def _length(rows: Any) -> str:
@@ -171,7 +198,7 @@ def _columns(rows: Any, name: str) -> tuple[FloatArray, IntArray]:
 def _spans(answer: _Answer, tokens: int) -> tuple[WeightSpan, ...]:
     """The engine's spans where they tile the output, else one span of the single version it names."""
     raw = answer.meta.get("weight_versions")
-    if isinstance(raw, list) and raw:
+    if raw and isinstance(raw, list):
         spans = tuple(_span(item) for item in raw)
         ends = [0, *(span.end for span in spans)]
         if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or sorted(ends) != ends:
@@ -190,8 +217,6 @@ def _span(item: Any) -> WeightSpan:
 
 
 def _experts(answer: _Answer, tokens: int, experts: Experts, dtype: str, cuts_rows: bool | None) -> AnyArray | None:
-    if not answer.wants("return_routed_experts"):
-        return None
     raw = answer.meta.get("routed_experts")
     if raw is None:
         if answer.whole:
@@ -246,14 +271,14 @@ def _fits(size: int, rows: int, width: int | None) -> bool:
 
 def _prompt_logprobs(answer: _Answer) -> FloatArray | None:
     rows = answer.meta.get("input_token_logprobs")
-    if not answer.wants("return_logprob") or not isinstance(rows, list) or not rows:
+    if not isinstance(rows, list) or not rows:
         return None
     return _columns(rows, "input_token_logprobs")[0]
 
 
 def _top_logprobs(answer: _Answer, tokens: int) -> TopLogprobs | None:
     rows = answer.meta.get("output_top_logprobs")
-    if not answer.wants("top_logprobs_num") or not isinstance(rows, list):
+    if not isinstance(rows, list):
         return None
     lines = [row or [] for row in rows]
     if not all(isinstance(line, list) for line in lines):
@@ -268,7 +293,7 @@ def _top_logprobs(answer: _Answer, tokens: int) -> TopLogprobs | None:
 def _hidden_states(answer: _Answer) -> AnyArray | None:
     """Prefill chunks of rows, then one row for each decoded token, as one float32 [rows, hidden]."""
     parts = answer.meta.get("hidden_states")
-    if not answer.wants("return_hidden_states") or not isinstance(parts, list) or not parts:
+    if not isinstance(parts, list) or not parts:
         return None
     try:
         with np.errstate(over="ignore"):

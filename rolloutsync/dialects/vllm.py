@@ -17,6 +17,7 @@ from rolloutsync.dialects.vllm_weights import VLLMWeights
 from rolloutsync.errors import shown
 
 if TYPE_CHECKING:
+    from rolloutsync.payload import JsonPath
     from rolloutsync.sample import Prompt, Segment
 
 PAUSE_MODES = {"abort": "abort", "wait": "wait", "keep": "keep", "in_place": "keep"}  # the last is SGLang's word
@@ -37,6 +38,7 @@ _FLAGS = {  # in an error's words: what to start the server with
     "weight transfer not configured": '--weight-transfer-config \'{"backend": "nccl"}\'',
     "weight_transfer_config": '--weight-transfer-config \'{"backend": "nccl"}\'',
 }
+_LARGE: tuple[JsonPath, ...] = (("choices", 0, "routed_experts"),)
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 
 
@@ -75,6 +77,10 @@ class VLLMDialect(Common):
         body = body_of(prompt, rid, facts, path, self.default_max_new_tokens)
         headers = () if dp_rank is None else ((_RANK_HEADER, str(dp_rank)),)
         return Call(method="POST", path=path, body=orjson.dumps(body, option=_JSON), headers=headers)
+
+    def large_fields(self, prompt: Prompt) -> tuple[JsonPath, ...]:  # noqa: ARG002 - others need it
+        """See ``Dialect.large_fields``. A server that was started to return experts does so whether asked or not."""
+        return _LARGE
 
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """See ``Dialect.decode_generate``. The answer's form tells its route."""
@@ -183,7 +189,7 @@ class VLLMDialect(Common):
         query = "" if everything else "?" + urlencode([("tags", tag) for tag in sorted(chosen)])
         return _post(f"/wake_up{query}", long=True)
 
-    def says_paused(self, status: int, body: bytes) -> bool:
+    def says_paused(self, status: int, body: bytes | bytearray) -> bool:
         """See ``Dialect.says_paused``. Up to 0.31, and in mode "keep", requests wait instead."""
         return status == 503 and "paused" in error_text(body).lower()
 

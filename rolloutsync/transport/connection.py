@@ -10,7 +10,7 @@ import resource
 import select
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _LARGE_BYTES = 1 << 16  # a request body above this is sent in pieces
 _PIECE_BYTES = 1 << 14
+_WARM_S = 0.01  # a socket idle for less is asked for its TCP state alone, which does not let another thread run
+_ESTABLISHED = 1  # of the kernel's TCP states
 _KEPT_FOR_CONTROL = 16  # descriptors
 _current = threading.local()
 
@@ -53,6 +55,14 @@ def _leave_some(sock: socket.socket, exchange: Exchange) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if exchange.lane is Lane.DATA and soft > 4 * _KEPT_FOR_CONTROL and sock.fileno() >= soft - _KEPT_FOR_CONTROL:
         raise OSError(errno.EMFILE, f"Too many open files (RLIMIT_NOFILE is {soft})")
+
+
+def _is_established(sock: socket.socket) -> bool:
+    """Whether the kernel says so; False also where it says nothing. Costs a tenth of a poll."""
+    try:
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    except (AttributeError, OSError):
+        return False
 
 
 class _Lines:
@@ -217,7 +227,8 @@ class _Tracked(HTTPConnection):
             idle = 0.0 if busy else exchange.clock.monotonic() - self._idle_since
             if self.sock is None or self._tainted or exchange.fresh or idle > exchange.idle_limit_s:
                 return False
-            if not super().is_connected:
+            warm = not busy and idle < _WARM_S and _is_established(self.sock)
+            if not warm and not super().is_connected:
                 return False
             self._owner = exchange
         exchange.took(self, reused=True)
@@ -313,13 +324,25 @@ class TrackedHTTPSConnection(_Tracked, HTTPSConnection):
     _speaks_tls = True
 
 
-class DataPool(HTTPConnectionPool):
+class _Lending(HTTPConnectionPool):
+    """What both pools share: their two private methods under public names, pinned by a test."""
+
+    def lend(self) -> _Tracked:
+        """A connection claimed for this thread's exchange, connected or not; to be given back in any case."""
+        return cast("_Tracked", self._get_conn())
+
+    def take_back(self, connection: _Tracked) -> None:
+        """The connection may serve another exchange; it is closed where the pool is full, or is closed itself."""
+        self._put_conn(connection)
+
+
+class DataPool(_Lending):
     """A pool of tracked connections."""
 
     ConnectionCls = TrackedHTTPConnection
 
 
-class TLSPool(HTTPSConnectionPool):
+class TLSPool(_Lending, HTTPSConnectionPool):
     """A pool of tracked TLS connections."""
 
     ConnectionCls = TrackedHTTPSConnection

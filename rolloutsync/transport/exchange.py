@@ -77,6 +77,7 @@ class Exchange:
         self._guard = threading.Lock()  # guards: _socket, _pins, reason. Held across shutdown(2), which never blocks.
         self._socket: socket.socket | None = None
         self._pins: list[io.RawIOBase] = []
+        self._borrowed: tuple[Any, Any] | None = None  # (pool, connection), on the lean path
         self._twin: socket.socket | None = None  # of a socket in its TLS handshake
 
     # --- told by the connection ---
@@ -91,6 +92,12 @@ class Exchange:
                 self._shut_locked()
         if twin is not None:
             twin.close()
+
+    def borrow(self, pool: Any) -> Any:
+        """A connection of a pool, until the exchange ends."""
+        connection = pool.lend()
+        self._borrowed = pool, connection
+        return connection
 
     def keep(self, pin: io.RawIOBase) -> None:
         """Keep the descriptor open until the exchange ends, so that a cut can never hit another socket."""
@@ -191,6 +198,9 @@ class Exchange:
             pin.close()
         if self.connection is not None:
             self.connection.settle(self)
+        if self._borrowed is not None:
+            (pool, connection), self._borrowed = self._borrowed, None
+            pool.take_back(connection)
 
     def discard(self) -> None:
         """Make sure that the socket is not used again."""

@@ -30,7 +30,9 @@ class Registry:
         self._clock = clock
         self.name = name
         self._idle_limit_s = idle_limit_s
-        # _changed's lock guards: _exchanges, _connections, _thread, _closed. Never held across I/O or a cut.
+        # _changed's lock guards: _connections, _thread, _closed. Never held across I/O or a cut. _exchanges needs none:
+        # each use of it is one atomic step, and whoever enters looks at _thread and _closed after that, while those who
+        # change these look at _exchanges after that, so that one of the two sees the other.
         self._changed = threading.Condition()
         self._exchanges: dict[int, Exchange] = {}
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -39,8 +41,12 @@ class Registry:
 
     def enter(self, exchange: Exchange) -> None:
         """An exchange begins; it is cut at once if the client is closed."""
+        self._exchanges[id(exchange)] = exchange
+        if self._thread is None or self._closed:
+            self._enter_first(exchange)
+
+    def _enter_first(self, exchange: Exchange) -> None:
         with self._changed:
-            self._exchanges[id(exchange)] = exchange
             closed = self._closed
             if self._thread is None and not closed:
                 self._thread = self._try_start()
@@ -57,8 +63,7 @@ class Registry:
 
     def leave(self, exchange: Exchange) -> None:
         """An exchange has ended, well or not."""
-        with self._changed:
-            self._exchanges.pop(id(exchange), None)
+        self._exchanges.pop(id(exchange), None)
 
     def add(self, connection: Any) -> None:
         """Learn of a connection; it is held weakly."""
@@ -67,8 +72,7 @@ class Registry:
 
     def cut(self, which: Callable[[Exchange], bool], reason: Cut) -> int:
         """Cut the exchanges that ``which`` picks; the number cut."""
-        with self._changed:
-            chosen = [exchange for exchange in self._exchanges.values() if which(exchange)]
+        chosen = [exchange for exchange in self._exchanges.copy().values() if which(exchange)]
         return sum(exchange.cut(reason) for exchange in chosen)
 
     def close(self, timeout: float) -> list[str]:
@@ -98,10 +102,16 @@ class Registry:
                     return
             self.cut(lambda exchange: exchange.deadline.expired, Cut.DEADLINE)
             open_sockets = self._reap(self._idle_limit_s)
-            with self._changed:
-                watching = bool(self._exchanges or open_sockets)
-                if not watching:
-                    self._thread = None  # under the lock: an exchange that enters now starts another
+            if not (self._exchanges or open_sockets):
+                watching = self._goes_on()
+
+    def _goes_on(self) -> bool:
+        """The thread says that it ends, and goes on all the same where an exchange has entered that saw it."""
+        with self._changed:
+            self._thread = None
+            if self._exchanges:
+                self._thread = threading.current_thread()
+            return self._thread is not None
 
     def _reap(self, limit_s: float) -> int:
         now = self._clock.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import http.client
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -15,6 +14,7 @@ from rolloutsync.errors import Cut, Phase, TransportError
 from rolloutsync.transport.budget import LARGE_BYTES, BodyBudget
 from rolloutsync.transport.connection import set_current_exchange
 from rolloutsync.transport.exchange import CutError, Exchange, Lane, connect_phase, find_errno
+from rolloutsync.transport.lean import Answer, LeanPath, Route, headers_of, length_of, read, send
 from rolloutsync.transport.registry import Registry
 from rolloutsync.transport.session import LaneAdapter, make_session, socket_options
 
@@ -28,21 +28,28 @@ _CONNECTS_AT_ONCE = {Lane.DATA: 56, Lane.CONTROL: 8}  # for each engine; a contr
 _FOREIGN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
 
-@dataclass(frozen=True, slots=True)
 class Reply:
     """A whole answer. Leave its context when the body is decoded: that frees its share of the body budget."""
 
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    _exchange: Exchange
-    _release: Callable[[], None]
+    __slots__ = ("_budget", "_exchange", "_head", "_reserved", "body", "status")
+
+    def __init__(self, answer: Answer, exchange: Exchange, budget: BodyBudget) -> None:
+        self.status, self._head, self.body, self._reserved = answer
+        self._exchange = exchange
+        self._budget = budget
 
     def __enter__(self) -> Reply:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        reserved, self._reserved = self._reserved, 0
+        if reserved:
+            self._budget.release(reserved)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The answer's headers, in any case."""
+        return headers_of(self._head)
 
     def distrust(self) -> None:
         """The answer was not ours: never use its socket again."""
@@ -75,6 +82,7 @@ class Transport:
         self._timeouts = timeouts
         self._adapter = LaneAdapter(pool_size, socket_options(timeouts.half_open_s))
         self._session = make_session(session, self._adapter)
+        self._lean = LeanPath(self._session, self._adapter, shared=session is not None)
         self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
         self._budget = BodyBudget(budget_bytes, clock)
         self._lock = threading.Lock()  # guards: _connects
@@ -117,17 +125,12 @@ class Transport:
         self._registry.enter(made)
         set_current_exchange(made)
         try:
-            response = self._session.request(
-                method,
-                url,
-                data=body,
-                headers=dict(headers),
-                timeout=self._timeouts_of(made, url),
-                allow_redirects=False,
-                stream=True,
-            )
-            reply = self._read(made, response)
-            if reply.status == 101:
+            route = self._lean.route(method, url, headers, lane)
+            if route is not None:
+                answer = self._send_lean(made, route, body)
+            else:
+                answer = self._send_plain(made, method, url, headers, body)
+            if answer.status == 101:
                 made.discard()  # what follows on this socket is not HTTP
         except BaseException as error:
             made.discard()
@@ -138,17 +141,66 @@ class Transport:
             set_current_exchange(None)
             made.end()
             self._registry.leave(made)
-        return reply
+        return Reply(answer, made, self._budget)
+
+    def _send_lean(self, made: Exchange, route: Route, body: bytes | None) -> Answer:
+        connection = made.borrow(route.pool)
+        send(connection, made, route, body)
+        reserved = 0
+
+        def reserve(size: int) -> int:
+            nonlocal reserved
+            reserved = self._reserve(made, size)
+            return reserved
+
+        try:
+            answer = read(connection, made, reserve)
+            if made.reason is not None:
+                raise CutError(errno.ECANCELED, "cut while reading the answer")
+        except BaseException:
+            self._budget.release(reserved)
+            raise
+        return answer
+
+    def _send_plain(
+        self, made: Exchange, method: str, url: str, headers: Mapping[str, str], body: bytes | None
+    ) -> Answer:
+        response = self._session.request(
+            method,
+            url,
+            data=body,
+            headers=dict(headers),
+            timeout=self._timeouts_of(made, url),
+            allow_redirects=False,
+            stream=True,
+        )
+        try:
+            size = self._reserve(made, length_of(response.headers))
+        except BaseException:
+            response.close()
+            raise
+        try:
+            content = response.raw.read(decode_content=True) if response.raw is not None else response.content
+            response.close()
+            if made.reason is not None:
+                raise CutError(errno.ECANCELED, "cut while reading the answer")
+        except BaseException:
+            self._budget.release(size)
+            response.close()
+            raise
+        return Answer(response.status_code, response.headers, content or b"", size)
 
     def _timeouts_of(self, made: Exchange, url: str) -> tuple[float, float | None]:
         """(connect, read); an adapter that is not ours knows nothing of cuts, so its reads must end by themselves."""
         ours = self._session.get_adapter(url) is self._adapter
         return made.connect_timeout(), made.socket_timeout() if ours else made.time_left()
 
-    def _make(self, lane: Lane, engine: str, deadline: Deadline, rid: str | None, *, fresh: bool) -> Exchange:
+    def _connects_of(self, engine: str, lane: Lane) -> threading.BoundedSemaphore:
         with self._lock:
-            slots = threading.BoundedSemaphore(_CONNECTS_AT_ONCE[lane])
-            connects = self._connects.setdefault((engine, lane), slots)
+            return self._connects.setdefault((engine, lane), threading.BoundedSemaphore(_CONNECTS_AT_ONCE[lane]))
+
+    def _make(self, lane: Lane, engine: str, deadline: Deadline, rid: str | None, *, fresh: bool) -> Exchange:
+        connects = self._connects.get((engine, lane)) or self._connects_of(engine, lane)
         return Exchange(
             self._registry,
             self._clock,
@@ -162,26 +214,11 @@ class Transport:
             idle_limit_s=self._timeouts.idle_socket_s,
         )
 
-    def _read(self, made: Exchange, response: requests.Response) -> Reply:
-        size = self._reserve(made, response)
-        try:
-            body = response.raw.read(decode_content=True) if response.raw is not None else response.content
-            response.close()
-            if made.reason is not None:
-                raise CutError(errno.ECANCELED, "cut while reading the answer")
-        except BaseException:
-            self._budget.release(size)
-            response.close()
-            raise
-        return Reply(response.status_code, response.headers, body or b"", made, _once(self._budget.release, size))
-
-    def _reserve(self, made: Exchange, response: requests.Response) -> int:
-        told = response.headers.get("Content-Length", "")
-        size = int(told) if told.isascii() and told.isdigit() else 0
-        if made.lane is Lane.CONTROL or size < LARGE_BYTES:
+    def _reserve(self, made: Exchange, size: int) -> int:
+        """Block until the body may be in memory; how much of the budget that takes."""
+        if size < LARGE_BYTES or made.lane is Lane.CONTROL:
             return 0
         if not self._budget.reserve(size, lambda: made.reason is not None):
-            response.close()
             raise CutError(errno.ECANCELED, "cut while waiting for memory to read the answer")
         return size
 
@@ -204,12 +241,6 @@ class Transport:
     def abandon(self) -> None:
         """In a forked child: let go of everything inherited."""
         self._registry.abandon()
-
-
-def _once(release: Callable[[int], None], size: int) -> Callable[[], None]:
-    """A release that gives ``size`` bytes back the first time it is called."""
-    owed = [size] if size else []
-    return lambda: release(owed.pop()) if owed else None
 
 
 def _phase_of(made: Exchange, error: BaseException) -> Phase:

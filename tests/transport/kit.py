@@ -68,7 +68,7 @@ class Caller:
             rid=rid,
             fresh=fresh,
         ) as reply:
-            return reply.status, reply.body
+            return reply.status, bytes(reply.body)
 
     def fails(self, **options: Any) -> TransportError:
         """The error of a call that must break."""

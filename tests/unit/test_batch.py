@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rolloutsync.batch import BatchRules, check_fields, check_vocabulary, read_batch
 from rolloutsync.dialects.sglang import SGLangDialect
 from rolloutsync.errors import RolloutError
-from rolloutsync.sample import Finish, Prompt, Sample, Segment, Status, begin, extend
+from rolloutsync.growth import extend
+from rolloutsync.sample import Finish, Prompt, Sample, Segment, Status, begin
 
 from .makers import ids
 

@@ -23,6 +23,7 @@ _FLOORS = {
     "dialects": 2,
     "transport": 2,
     "retry": 2,
+    "growth": 2,
     "order": 2,
     "progress": 2,
     "transcript": 2,

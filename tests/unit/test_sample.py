@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutsync.errors import EngineHTTPError, RolloutError
+from rolloutsync.growth import extend, make
 from rolloutsync.sample import (
     Finish,
     Prompt,
@@ -25,7 +26,6 @@ from rolloutsync.sample import (
     TopLogprobs,
     WeightSpan,
     begin,
-    extend,
     status_of,
 )
 
@@ -284,3 +284,12 @@ def test_what_a_finish_reason_stands_for(reason: str, status: Status) -> None:
     """What we do not know is never taken for complete."""
     assert status_of(Finish(type=reason)) is status
     assert str(status) == status.value
+
+
+@pytest.mark.parametrize("spans", [(), (WeightSpan("1", 0, 4),), (WeightSpan("1", 0, 2), WeightSpan("1", 2, 4))])
+def test_a_first_segment_makes_what_it_extends(spans: tuple[WeightSpan, ...]) -> None:
+    """The short way of a fresh sample brings each field that the long way brings."""
+    segment = replace(_segment(4, prompt_ids=ids(9)), weight_spans=spans, cached_tokens=1, meta_info={"a": 1})
+    short = make(Prompt(text="a", metadata={"b": 2}), 1, 2, segment, rid="r", attempts=1)
+    long = extend(begin(Prompt(text="a", metadata={"b": 2}), 1, 2), segment, rid="r", attempts=1)
+    assert short.to_dict() == long.to_dict()

@@ -1,0 +1,266 @@
+"""The lean path: a request as one block of bytes, and a usual answer straight from the socket.
+
+It takes requests' and http.client's per-call work out of the hot path and nothing else: connections, pools, TLS, the
+registry, cuts and phases are those of the plain path. It is taken where requests would do nothing but what is done
+here (see ``LeanPath.route``), and an answer that is not of the usual form is read by http.client and urllib3 as ever.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import re
+import socket
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+import requests
+import urllib3
+from requests.adapters import HTTPAdapter
+
+from rolloutsync.transport.exchange import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rolloutsync.transport.exchange import Exchange
+    from rolloutsync.transport.session import LaneAdapter
+
+_MOST_ROUTES = 4096  # kept; control(path) makes one for each path
+_FIRST_READ = 1 << 16
+_LARGEST_HEAD = 1 << 16
+_LARGE_REQUEST = 1 << 16  # bytes; a larger one is sent in pieces, in case that the answer comes early
+_STATUS = re.compile(rb"HTTP/1\.1 ([2-5]\d\d)[ \r]")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*(?=\r\n)")
+_UNUSUAL = re.compile(
+    rb"\r\n[ \t]"  # a folded line
+    rb"|(?<!\r)\n"
+    rb"|\r\ntransfer-encoding[ \t]*:"
+    rb"|\r\ncontent-encoding[ \t]*:"
+    rb"|\r\nconnection[ \t]*:(?![ \t]*keep-alive[ \t]*\r\n)"
+)
+_NO_BODY = {204, 304}
+
+
+class Route(NamedTuple):
+    """Where a request goes, and its head without the Content-Length."""
+
+    pool: Any
+    head: bytes
+
+
+class Answer(NamedTuple):
+    """A whole answer: its header block as it came, or parsed already, and its body."""
+
+    status: int
+    head: bytes | Mapping[str, str]
+    body: bytes | bytearray
+    reserved: int
+
+
+class LeanPath:
+    """Decides who may take the lean path, and makes each request's head once. Thread-safe.
+
+    Args:
+        session: The session whose settings are to be obeyed.
+        adapter: Ours.
+        shared: The session has settings of the user's, who may change them at any time.
+    """
+
+    def __init__(self, session: requests.Session, adapter: LaneAdapter, *, shared: bool) -> None:
+        self._session = session
+        self._adapter = adapter
+        self._shared = shared
+        self._routes: dict[tuple[Any, ...], Route] = {}
+
+    def route(self, method: str, url: str, headers: Mapping[str, str], lane: Lane) -> Route | None:
+        """The route of a request; None where only requests itself can make it.
+
+        ``responses`` and its like patch ``HTTPAdapter.send`` or mount adapters of their own, which shows here.
+        """
+        session = self._session
+        if type(session) is not requests.Session or HTTPAdapter.send.__module__ != "requests.adapters":
+            return None
+        if session.get_adapter(url) is not self._adapter or (self._shared and not self._is_plain()):
+            return None
+        own = tuple(session.headers.items()) if self._shared else ()
+        key = (method, url, lane, *headers.items(), *own)
+        return self._routes.get(key) or self._learn(key, method, url, headers)
+
+    def _is_plain(self) -> bool:
+        """Whether the session does nothing to a request but to add headers."""
+        session = self._session
+        hooks = any(session.hooks.values())
+        return session.verify is not False and not (session.auth or session.params or session.proxies or hooks)
+
+    def _learn(self, key: tuple[Any, ...], method: str, url: str, headers: Mapping[str, str]) -> Route | None:
+        """Let requests prepare the request once, as it would each time, with its checks of URL and headers."""
+        request = requests.Request(method, url, headers=dict(headers), data=b"")
+        prepared = self._session.prepare_request(request)
+        settings = self._session.merge_environment_settings(prepared.url, {}, True, None, None)
+        if settings["proxies"]:
+            return None
+        pool = self._adapter.get_connection_with_tls_context(prepared, settings["verify"], cert=settings["cert"])
+        lines = [f"{method} {prepared.path_url} HTTP/1.1", f"Host: {_host(prepared)}"]
+        lines += [f"{name}: {_text(value)}" for name, value in prepared.headers.items() if name not in _OURS]
+        head = "\r\n".join([*lines, ""]).encode("latin-1")
+        if len(self._routes) >= _MOST_ROUTES:
+            self._routes.clear()
+        route = self._routes[key] = Route(pool, head)
+        return route
+
+
+_OURS = {"Content-Length", "Host"}
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def _host(prepared: requests.PreparedRequest) -> str:
+    given = prepared.headers.get("Host")
+    return _text(given) if given else urlsplit(str(prepared.url)).netloc.rpartition("@")[2]
+
+
+def send(connection: Any, exchange: Exchange, route: Route, body: bytes | None) -> None:
+    """Send the request on a connection that the exchange has claimed.
+
+    A server that hangs up while it is sent may have answered all the same, so that is left for the reader to find.
+    """
+    if connection.sock is None:
+        connection.connect()
+    elif connection.sock.gettimeout() != (timeout := exchange.socket_timeout()):
+        connection.sock.settimeout(timeout)
+    try:
+        if body is None:
+            connection.sock.sendall(route.head + b"\r\n")
+        elif len(body) <= _LARGE_REQUEST:
+            connection.sock.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (route.head, len(body), body))
+        else:
+            connection.sock.sendall(b"%bContent-Length: %d\r\n\r\n" % (route.head, len(body)))
+            connection.send(body)
+    except BrokenPipeError:
+        return
+    if not exchange.early:
+        exchange.sent_at = exchange.clock.monotonic()
+
+
+def read(connection: Any, exchange: Exchange, reserve: Callable[[int], int]) -> Answer:
+    """Read one answer to its end. ``reserve`` is told the length of the body, and says how much of it it counts."""
+    seen, end = _read_head(connection.sock, exchange)
+    usual = _usual_form(seen, end)
+    if usual is None:
+        return _read_unusual(connection, seen, reserve)
+    status, length = usual
+    reserved = reserve(length)
+    if len(seen) > end + length:
+        connection.taint(exchange)  # what follows is nobody's
+    body = seen[end : end + length]
+    return Answer(
+        status, seen[:end], body if len(body) == length else _read_rest(connection.sock, body, length), reserved
+    )
+
+
+def _read_head(sock: Any, exchange: Exchange) -> tuple[bytes, int]:
+    """What has come so far, and where the head ends in it; 0 where it does not, or is too long."""
+    seen: bytes = sock.recv(_FIRST_READ)
+    exchange.answered = bool(seen)
+    end = seen.find(b"\r\n\r\n")
+    while end < 0 and 0 < len(seen) < _LARGEST_HEAD and (more := sock.recv(_FIRST_READ)):
+        seen += more
+        end = seen.find(b"\r\n\r\n")
+    return seen, end + 4 if end >= 0 else 0
+
+
+def _usual_form(seen: bytes, end: int) -> tuple[int, int] | None:
+    """(status, length of the body) of an answer whose head says no more than that; None for any other."""
+    status = _STATUS.match(seen)
+    if end == 0 or status is None:
+        return None
+    head = seen[: end - 2].lower()
+    lengths = _LENGTH.findall(head)
+    if len(lengths) != 1 or head.count(b"content-length") != 1 or _UNUSUAL.search(head):
+        return None
+    number = int(status[1])
+    return None if number in _NO_BODY else (number, int(lengths[0]))
+
+
+def _read_rest(sock: Any, start: bytes, length: int) -> bytearray:
+    """A body of which ``start`` has come, in one buffer of its own size."""
+    body = bytearray(length)
+    body[: len(start)] = start
+    with memoryview(body) as view:
+        have = len(start)
+        while have < length:
+            got = sock.recv_into(view[have:])
+            if not got:
+                raise http.client.IncompleteRead(b"", length - have)
+            have += got
+    return body
+
+
+# --- any other answer -------------------------------------------------------------------------------------------------
+
+
+class _Replay(io.RawIOBase):
+    """A socket's bytes, with those that were read already before them."""
+
+    def __init__(self, seen: bytes, sock: socket.socket) -> None:
+        self._seen = seen
+        self._sock = sock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._seen:
+            return self._sock.recv_into(buffer)
+        part, self._seen = self._seen[: len(buffer)], self._seen[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+
+class _ReplaySocket:
+    """As much of a socket as ``http.client.HTTPResponse`` wants."""
+
+    def __init__(self, seen: bytes, sock: socket.socket) -> None:
+        self._raw = _Replay(seen, sock)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self._raw)
+
+
+def _read_unusual(connection: Any, seen: bytes, reserve: Callable[[int], int]) -> Answer:
+    """Interim answers, chunks, compression, ends by closing, broken heads: as http.client and urllib3 read them."""
+    inner = connection.response_class(_ReplaySocket(seen, connection.sock), method="POST")
+    inner.begin()
+    headers = urllib3.HTTPHeaderDict(inner.msg.items())
+    reserved = reserve(length_of(headers))
+    response = urllib3.HTTPResponse(
+        body=inner,
+        headers=headers,
+        status=inner.status,
+        version=inner.version,
+        preload_content=False,
+        decode_content=True,
+        original_response=inner,
+        request_method="POST",
+    )
+    body = response.read(decode_content=True)
+    if inner.will_close:
+        connection.close()
+    return Answer(inner.status, requests.structures.CaseInsensitiveDict(headers), body, reserved)
+
+
+def length_of(headers: Mapping[str, str]) -> int:
+    """The length of a body as its headers tell it; 0 where they do not."""
+    told = headers.get("Content-Length", "")
+    return int(told) if told.isascii() and told.isdigit() else 0
+
+
+def headers_of(head: bytes | Mapping[str, str]) -> Mapping[str, str]:
+    """The headers in a header block."""
+    if not isinstance(head, bytes):
+        return head
+    lines = head.partition(b"\r\n")[2]
+    return requests.structures.CaseInsensitiveDict(http.client.parse_headers(io.BytesIO(lines)).items())
