@@ -16,8 +16,8 @@ import sys
 
 import uvloop
 
-from rolloutsync.sim.config import SimConfig
-from rolloutsync.sim.engine import Engine
+from rolloutsync.sim.config import DEFAULTS, SimConfig
+from rolloutsync.sim.faces import engine_of
 from rolloutsync.sim.server import bind, serve
 
 PR_SET_PDEATHSIG = 1
@@ -27,10 +27,13 @@ def main() -> None:
     """Runs the engine that the command line describes until it is told to end."""
     parser = argparse.ArgumentParser(prog="python -m rolloutsync.sim", description=__doc__)
     parser.add_argument("--config-json", default="{}", help="settings as a JSON object; see SimConfig")
+    parser.add_argument("--dialect", choices=sorted(DEFAULTS), help="which engine's API; as in the settings")
+    parser.add_argument("--version", "--vllm-version", help="the version to answer as; as in the settings")
     parser.add_argument("--parent", type=int, help="end with the thread of this process that started us")
     parser.add_argument("--watch-stdin", action="store_true", help="end when standard input is closed")
     arguments = parser.parse_args()
-    config = SimConfig.from_json(arguments.config_json)
+    given = {"dialect": arguments.dialect, "version": arguments.version}
+    config = SimConfig.from_json(arguments.config_json, **{name: value for name, value in given.items() if value})
     if arguments.parent is not None:
         die_with(arguments.parent)
     uvloop.run(run(config, watch_stdin=arguments.watch_stdin))
@@ -48,7 +51,7 @@ def die_with(parent: int) -> None:
 async def run(config: SimConfig, *, watch_stdin: bool) -> None:
     """Serves one engine."""
     listener = bind(config)
-    engine = Engine(config)
+    engine = engine_of(config)
     if watch_stdin:
         asyncio.get_running_loop().add_reader(0, _on_stdin)
     await serve(engine, listener, lambda: _report(listener.getsockname()[1]))

@@ -11,6 +11,11 @@ from rolloutsync.sim.tokenizer import MIN_VOCAB_SIZE
 from rolloutsync.sim.tokens import DEFAULT_MEAN_OUTPUT_TOKENS, DEFAULT_VOCAB_SIZE
 
 HOST = "127.0.0.1"
+# What a setting is that was not given: the real engine's own default.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "sglang": {"version": "0.5.23", "load_publish_interval": 15, "report_interval": 50},
+    "vllm": {"version": "0.33.0", "load_publish_interval": 1, "report_interval": 1},
+}
 
 _AT_LEAST_ONE = (
     "context_length",
@@ -53,7 +58,8 @@ class SimConfig:
 
     Attributes:
         port: 0 lets the system choose.
-        version: The SGLang version to answer as, 0.4.6 to 0.5.x.
+        dialect: "sglang" or "vllm": which engine's API it has.
+        version: The version to answer as: SGLang 0.4.6 to 0.5.x, vLLM 0.13 to 0.33; empty is the newest one.
         model_path: What `/model_info` reports.
         vocab_size: Ids at and above it are out of vocabulary.
         context_length: Prompt and output together.
@@ -66,7 +72,7 @@ class SimConfig:
         prefill_tokens_per_second: Speed at which a rank computes uncached prompt tokens.
         chunked_prefill_size: Prompt tokens per forward pass; an abort meets a prefill only between two passes.
         dispatch_s: From the front door to a rank's waiting queue.
-        load_publish_interval: Decode steps between two load snapshots (0.5.13 and later).
+        load_publish_interval: Decode steps between two load snapshots (SGLang 0.5.13 and later); 0 is the engine's own.
         load_idle_interval_s: The same while idle.
         load_lag_s: How much later a snapshot can be read.
         pause_poll_s: How often an aborting pause looks whether all is answered.
@@ -74,7 +80,7 @@ class SimConfig:
         health_timeout_s: After which `/health` answers 503.
         disconnect_poll_s: How often a silent request's client is checked.
         report_interval: Every so many tokens a request reports to the front door, which then looks for its client, too;
-            what was not reported is lost when a retracted request is aborted.
+            what was not reported is lost when a retracted request is aborted; 0 is the engine's own.
         keep_alive_s: An idle connection is closed after this.
         api_key: Needed for all but health endpoints, if given.
         admin_api_key: Needed for control endpoints instead, if given.
@@ -92,11 +98,17 @@ class SimConfig:
         backlog: Length of the listen queue.
         waiting_timeout_s: A request that waits longer is answered with 503 (SGLANG_REQ_WAITING_TIMEOUT); None never.
         running_timeout_s: A request that runs longer is answered with 503 (SGLANG_REQ_RUNNING_TIMEOUT); None never.
-        enable_metrics: Whether there is `/metrics`, as with the flag of that name.
+        enable_metrics: Whether there is `/metrics`, as with SGLang's flag of that name; vLLM always has it.
+        dev_mode: vLLM's control plane (VLLM_SERVER_DEV_MODE=1); on, as an engine for rollouts is started.
+        enable_scale_out: vLLM's `/inference` endpoints where the version wants a flag for them; on for the same reason.
+        enable_prompt_tokens_details: vLLM tells how many prompt tokens it found in its cache.
+        enable_server_load_tracking: vLLM counts requests in `/load`.
+        enable_request_id_headers: vLLM answers with `X-Request-Id`.
     """
 
     port: int = 0
-    version: str = "0.5.23"
+    dialect: str = "sglang"
+    version: str = ""
     model_path: str = "sim-model"
     vocab_size: int = DEFAULT_VOCAB_SIZE
     context_length: int = 32768
@@ -109,14 +121,14 @@ class SimConfig:
     prefill_tokens_per_second: float = 20_000.0
     chunked_prefill_size: int = 256
     dispatch_s: float = 0.001
-    load_publish_interval: int = 15
+    load_publish_interval: int = 0
     load_idle_interval_s: float = 0.02
     load_lag_s: float = 0.0
     pause_poll_s: float = 1.0
     health_poll_s: float = 1.0
     health_timeout_s: float = 20.0
     disconnect_poll_s: float = 4.0
-    report_interval: int = 50
+    report_interval: int = 0
     keep_alive_s: float = 5.0
     api_key: str | None = None
     admin_api_key: str | None = None
@@ -134,8 +146,19 @@ class SimConfig:
     waiting_timeout_s: float | None = None
     running_timeout_s: float | None = None
     enable_metrics: bool = False
+    dev_mode: bool = True
+    enable_scale_out: bool = True
+    enable_prompt_tokens_details: bool = False
+    enable_server_load_tracking: bool = False
+    enable_request_id_headers: bool = False
 
     def __post_init__(self) -> None:
+        self._require("dialect", self.dialect in DEFAULTS, "one of " + ", ".join(DEFAULTS))
+        for name, value in DEFAULTS[self.dialect].items():
+            if getattr(self, name) in ("", 0):
+                object.__setattr__(self, name, value)
+        if re.fullmatch(r"\d+\.\d+", self.version):
+            object.__setattr__(self, "version", f"{self.version}.0")
         self._check_numbers(_AT_LEAST_ONE, lambda value: value >= 1, "at least 1")
         self._check_numbers(_NOT_NEGATIVE, lambda value: value >= 0, "at least 0")
         self._check_numbers(_POSITIVE, lambda value: value > 0, "above 0")
@@ -185,8 +208,8 @@ class SimConfig:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> SimConfig:
-        """Makes settings of JSON.
+    def from_json(cls, text: str, **more: Any) -> SimConfig:
+        """Makes settings of JSON, and of further ones that win over it.
 
         Raises:
             ValueError: Not a JSON object, an unknown field, or a bad value.
@@ -194,6 +217,7 @@ class SimConfig:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"settings must be a JSON object, got {text!r}")
+        values |= more
         unknown = sorted(values.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise ValueError(f"unknown settings: {', '.join(unknown)}")
@@ -201,5 +225,5 @@ class SimConfig:
 
 
 def _parse(version: str) -> tuple[int, ...] | None:
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(int(part) for part in match.groups()) if match else None
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return tuple(int(part or 0) for part in match.groups()) if match else None

@@ -55,7 +55,7 @@ async def abort(engine: Engine, request: Request) -> Response:
         raise validation_error(request.url.path, "bool_parsing", words, ("body", "abort_all"))
     if not isinstance(rid, str):
         raise validation_error(request.url.path, "string_type", "Input should be a valid string", ("body", "rid"))
-    engine.ledger.saw_abort(rid, everything=bool(everything), ignored=False)
+    engine.ledger.saw_abort([rid] if rid else [], everything=bool(everything), ignored=False)
     engine.abort(rid, everything=bool(everything))
     return Response()
 

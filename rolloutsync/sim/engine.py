@@ -10,10 +10,13 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from rolloutsync.sim import jobs
+from starlette.responses import Response
+
 from rolloutsync.sim.answers import Answers
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.faults import FaultBook
@@ -29,6 +32,7 @@ from rolloutsync.sim.weights import Weights
 
 ABORT_ONCE_SINCE = (0, 5, 20)
 DEATH_CODE = 17
+SHORTEST_CHUNK_S = 0.004
 
 
 @dataclass(eq=False)
@@ -41,7 +45,15 @@ class Live:
 
 
 class Engine:
-    """One simulated engine; used from its event loop alone."""
+    """One simulated engine; used from its event loop alone.
+
+    Attributes:
+        roles: Paths that are this engine's for what others have under another name; see `Fault.path`.
+        paused_body: What a fault says that pretends a pause.
+    """
+
+    roles: Mapping[str, str] = MappingProxyType({})
+    paused_body: Any = MappingProxyType({"code": "paused", "message": "Generation is paused.", "retryable": True})
 
     def __init__(self, config: SimConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
@@ -49,7 +61,7 @@ class Engine:
         self.answers = Answers(config, self.model)
         self.scheduler = Scheduler(config, clock)
         self.weights = Weights()
-        self.faults = FaultBook(self.freeze, self.thaw)
+        self.faults = FaultBook(self.freeze, self.thaw, self.roles)
         self.ledger = Ledger()
         self.totals = Totals()
         self.live: dict[str, Live] = {}
@@ -82,6 +94,11 @@ class Engine:
     def now(self) -> float:
         """Clock time in seconds."""
         return self._clock()
+
+    @property
+    def pace(self) -> float:
+        """Seconds between two looks of a stream for new tokens."""
+        return max(SHORTEST_CHUNK_S, self.scheduler.ranks[0].step_s / 2)
 
     def tick(self) -> None:
         """Lets the scheduler catch up, and sets the alarm for its next event."""
@@ -144,9 +161,8 @@ class Engine:
         if not self.in_flight:
             self._empty.set()
 
-    def start(self, job: Job, sampling: Sampling, on_done: Callable[[], None]) -> SimRequest:
-        """Hands a generation to the scheduler."""
-        limit = jobs.output_limit(sampling, len(job.prompt), self.config)
+    def start(self, job: Job, sampling: Sampling, limit: int, on_done: Callable[[], None]) -> SimRequest:
+        """Hands a generation of at most `limit` tokens to the scheduler."""
         request = self._request(job.rid, job, sampling, limit, on_done)
         record = self.live[job.rid].record
         record.request, record.prompt_hash = request, f"{request.stream.prompt_hash:016x}"
@@ -191,6 +207,12 @@ class Engine:
         if live is not None and (request := live.record.request) is not None and request.finish is None:
             live.record.disconnected = True
             self.abort(job.rid, everything=False)
+
+    def ignore_abort(self, call: Mapping[str, Any]) -> Response:
+        """Answers an abort that a fault forgets."""
+        rid = str(call.get("rid") or "")
+        self.ledger.saw_abort([rid] if rid else [], everything=bool(call.get("abort_all")), ignored=True)
+        return Response()
 
     # Pauses
 
@@ -265,7 +287,15 @@ class Engine:
     def die(self, delay_s: float) -> None:
         """Hangs at once and ends the process a little later, as when a scheduler process crashes."""
         self.freeze()
+        self.exit_soon(delay_s)
+
+    def exit_soon(self, delay_s: float) -> None:
+        """Ends the process a little later."""
         asyncio.get_running_loop().call_later(delay_s, os._exit, DEATH_CODE)
+
+    def crash(self) -> None:
+        """Ends the process."""
+        os._exit(DEATH_CODE)
 
     async def drained(self) -> None:
         """Waits until nothing is in flight."""

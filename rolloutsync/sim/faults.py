@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -30,6 +31,7 @@ DEFAULT_PATHS: Mapping[str, str] = {
     "freeze": "",
 }
 KINDS = tuple(DEFAULT_PATHS)
+_OUTER_ID = re.compile(r"generate-tokens-(.+)|cmpl-(.+)-\d+")
 STANDING = ("freeze", "stuck_load", "stale_weights")
 
 
@@ -121,25 +123,38 @@ class Fault:
         prompt = values.get("prompt")
         return cls(**values | {"prompt": tuple(prompt) if isinstance(prompt, list) else prompt})
 
-    def hits(self, path: str, body: Any) -> bool:
-        """Returns whether it is about this call; `body` is the decoded body, or None."""
-        wanted = DEFAULT_PATHS[self.kind] if self.path is None else self.path
-        if wanted not in (path, "*"):
+    def hits(self, path: str, role: str, body: Any) -> bool:
+        """Returns whether it is about this call.
+
+        Args:
+            path: The call's.
+            role: The path that SGLang has for the same.
+            body: The decoded body, or None.
+        """
+        if self.path not in (None, path, "*") or (self.path is None and DEFAULT_PATHS[self.kind] != role):
             return False
         call = body if isinstance(body, dict) else {}
         return self._hits_rid(call) and self._hits_prompt(call)
 
     def _hits_rid(self, call: Mapping[str, Any]) -> bool:
-        rid = call.get("rid")
-        return self.rid is None or self.rid == rid or (isinstance(rid, list) and self.rid in rid)
+        return self.rid is None or self.rid in _rids(call)
 
     def _hits_prompt(self, call: Mapping[str, Any]) -> bool:
         if self.prompt is None:
             return True
         if isinstance(self.prompt, str):
-            return self.prompt in str(call.get("text") or "")
-        ids = call.get("input_ids") or []
-        return any(tuple(item[: len(self.prompt)]) == self.prompt for item in [ids, *ids] if isinstance(item, list))
+            return self.prompt in str(call.get("text") or call.get("prompt") or "")
+        ids = call.get("input_ids") or call.get("token_ids") or call.get("prompt") or []
+        lists = [item for item in [ids, *ids] if isinstance(item, list)]
+        return any(tuple(item[: len(self.prompt)]) == self.prompt for item in lists)
+
+
+def _rids(call: Mapping[str, Any]) -> set[str]:
+    """The ids in a call, and what its caller called them where vLLM puts something around it."""
+    given = [call.get(name) for name in ("rid", "request_id", "request_ids")]
+    rids = {str(each) for value in given for each in (value if isinstance(value, list) else [value]) if each}
+    matches = [match for rid in rids if (match := _OUTER_ID.fullmatch(rid))]
+    return rids | {match[1] or match[2] for match in matches}
 
 
 @dataclass
@@ -160,7 +175,8 @@ class Entry:
 class FaultBook:
     """The faults of one engine, in the order in which they were switched on."""
 
-    def __init__(self, freeze: Callable[[], None], thaw: Callable[[], None]) -> None:
+    def __init__(self, freeze: Callable[[], None], thaw: Callable[[], None], roles: Mapping[str, str]) -> None:
+        self._roles = roles
         self._entries: list[Entry] = []
         self._numbers = itertools.count(1)
         self._freeze = freeze
@@ -199,7 +215,7 @@ class FaultBook:
             fault = entry.fault
             if fault.kind in STANDING or fault.early != early or (fault.kind == "paused_503" and not paused):
                 continue
-            if fault.hits(path, body) and self._counts(entry):
+            if fault.hits(path, self._roles.get(path, path), body) and self._counts(entry):
                 return fault
         return None
 

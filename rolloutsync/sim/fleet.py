@@ -220,7 +220,7 @@ class SimEngine:
 
     def slow_down(self, seconds: float | None) -> None:
         """Makes every decode step this much longer; None ends it."""
-        self.call("POST", "/slow_down", {"forward_sleep_time": seconds})
+        self.call("POST", "/sim/slow_down", {"forward_sleep_time": seconds})
 
     _last_words = ""
 

@@ -10,48 +10,28 @@ from starlette.types import Receive, Scope, Send
 
 from rolloutsync.sim import jobs
 from rolloutsync.sim.engine import Engine
+from rolloutsync.sim.generation import Generation
 from rolloutsync.sim.jobs import Asked, Job
 from rolloutsync.sim.replies import ApiError, dumps, json_response, loads_body, object_error, value_error
-from rolloutsync.sim.request import Phase, Refusal, SimRequest
-
-SHORTEST_CHUNK_S = 0.004
+from rolloutsync.sim.request import Phase, Refusal
+from rolloutsync.sim.sse import Events
 
 Message = MutableMapping[str, Any]
 
 
-class Generation:
-    """One generation of a call: the request inside the scheduler and the event of its end."""
+class SglangGeneration(Generation):
+    """One that `/generate` answers."""
 
     def __init__(self, engine: Engine, job: Job) -> None:
-        self.job = job
-        self.sampling = jobs.check(job, engine.config)
-        self.done = asyncio.get_running_loop().create_future()
-        self._engine = engine
-        self._arrived = engine.now()
-        self.request: SimRequest | None = None
+        sampling = jobs.check(job, engine.config)
+        super().__init__(engine, job, sampling, jobs.output_limit(sampling, len(job.prompt), engine.config))
         self.gone_with: int | None = None
-
-    def start(self) -> None:
-        """Hands it to the scheduler."""
-        self.request = self._engine.start(self.job, self.sampling, self._on_done)
 
     async def warm(self) -> None:
         """Lets its prompt be computed, for its siblings to find it in the cache."""
         warmed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._engine.warm(self.job, self.sampling, lambda: warmed.set_result(None))
         await warmed
-
-    def _on_done(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-    @property
-    def produced(self) -> int:
-        """Tokens that there are now."""
-        assert self.request is not None
-        scheduler = self._engine.scheduler
-        rank = scheduler.ranks[self.request.rank]
-        return self.request.count if rank.paused else self.request.produced(scheduler.now, rank.step_s)
 
     def refusal(self) -> ApiError | None:
         """Returns the error that it ended with, if it did."""
@@ -121,8 +101,8 @@ class GenerateEndpoint:
         answers = [generation.answer() for generation in generations]
         await json_response(answers if asked.is_list else answers[0])(scope, receive, send)
 
-    async def _start(self, asked: Asked) -> list[Generation]:
-        generations = [Generation(self._engine, job) for job in asked.jobs]
+    async def _start(self, asked: Asked) -> list[SglangGeneration]:
+        generations = [SglangGeneration(self._engine, job) for job in asked.jobs]
         if any(jobs.is_fatal(job, self._engine.config) for job in asked.jobs):
             await self._choke()
         if asked.copies > 1:
@@ -138,12 +118,12 @@ class GenerateEndpoint:
         self._engine.die(self._engine.config.death_delay_s)
         await asyncio.get_running_loop().create_future()
 
-    def _check(self, generations: list[Generation]) -> None:
+    def _check(self, generations: list[SglangGeneration]) -> None:
         error = next((error for generation in generations if (error := generation.refusal())), None)
         if error is not None:
             raise error
 
-    async def _all_done(self, generations: list[Generation]) -> None:
+    async def _all_done(self, generations: list[SglangGeneration]) -> None:
         if len(generations) == 1:
             await generations[0].done
             return
@@ -153,13 +133,13 @@ class GenerateEndpoint:
                 self._abort(generations)
                 return
 
-    def _abort(self, generations: list[Generation]) -> None:
+    def _abort(self, generations: list[SglangGeneration]) -> None:
         for generation in generations:
             self._engine.abort(generation.job.rid, everything=False)
 
     async def _with_client(
         self,
-        generations: list[Generation],
+        generations: list[SglangGeneration],
         receive: Receive,
         work: Callable[[], Awaitable[None]],
         *,
@@ -183,7 +163,7 @@ class GenerateEndpoint:
             working.cancel()
             await asyncio.gather(watching, working, return_exceptions=True)
 
-    async def _notice(self, generations: list[Generation], *, at_once: bool) -> None:
+    async def _notice(self, generations: list[SglangGeneration], *, at_once: bool) -> None:
         """Aborts each generation when the engine would notice that its client has gone."""
         pending = {generation.job.rid: generation for generation in generations}
         started = self._engine.now()
@@ -195,7 +175,7 @@ class GenerateEndpoint:
             if pending:
                 await asyncio.sleep(0.01)
 
-    def _notices(self, generation: Generation, gone_at: float) -> bool:
+    def _notices(self, generation: SglangGeneration, gone_at: float) -> bool:
         config, request = self._engine.config, generation.request
         every = config.report_interval
         if request is not None and request.phase is Phase.RUNNING:
@@ -212,10 +192,9 @@ class Stream:
     def __init__(self, engine: Engine, asked: Asked, send: Send) -> None:
         self._engine = engine
         self._asked = asked
-        self._send = send
-        self._started = False
+        self._events = Events(send)
 
-    async def run(self, generations: list[Generation]) -> None:
+    async def run(self, generations: list[SglangGeneration]) -> None:
         """Sends chunks until all generations have ended."""
         sent = {generation.job.rid: 0 for generation in generations}
         while sent:
@@ -224,13 +203,10 @@ class Stream:
                     await self._advance(index, generation, sent)
             waiting = [generation.done for generation in generations if generation.job.rid in sent]
             if waiting:
-                await asyncio.wait(waiting, timeout=self._pace(), return_when=asyncio.FIRST_COMPLETED)
-        await self._end()
+                await asyncio.wait(waiting, timeout=self._engine.pace, return_when=asyncio.FIRST_COMPLETED)
+        await self._events.end()
 
-    def _pace(self) -> float:
-        return max(SHORTEST_CHUNK_S, self._engine.scheduler.ranks[0].step_s / 2)
-
-    async def _advance(self, index: int, generation: Generation, sent: dict[str, int]) -> None:
+    async def _advance(self, index: int, generation: SglangGeneration, sent: dict[str, int]) -> None:
         rid = generation.job.rid
         if generation.done.done():
             del sent[rid]
@@ -248,23 +224,11 @@ class Stream:
     async def _event(self, index: int, value: dict[str, Any]) -> None:
         if self._asked.is_list:
             value = value | {"index": index}
-        await self._write(b"data: " + dumps(value) + b"\n\n")
+        await self._events.send(dumps(value))
 
     async def fail(self, error: ApiError) -> None:
         """Sends an error as the last event."""
-        await self._write(b"data: " + dumps(stream_error(error)) + b"\n\n")
-        await self._end()
-
-    async def _end(self) -> None:
-        await self._write(b"data: [DONE]\n\n")
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write(self, data: bytes) -> None:
-        if not self._started:
-            self._started = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._events.fail(stream_error(error))
 
 
 def stream_error(error: ApiError) -> dict[str, Any]:

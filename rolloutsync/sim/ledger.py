@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +70,9 @@ class Ledger:
     abort_rids: list[str] = field(default_factory=list)
     busy_before: float = 0.0
 
-    def saw_abort(self, rid: str, *, everything: bool, ignored: bool) -> None:
-        """Counts a call of `/abort_request`."""
+    def saw_abort(self, rids: Iterable[str], *, everything: bool, ignored: bool) -> None:
+        """Counts a call that aborts one, some or all."""
         self.aborts += 1
         self.aborts_all += everything
         self.aborts_ignored += ignored
-        if rid:
-            self.abort_rids.append(rid)
+        self.abort_rids += rids

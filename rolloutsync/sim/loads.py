@@ -12,6 +12,7 @@ class Load:
 
     at: float
     running: int = 0
+    prefilling: int = 0
     waiting: int = 0
     waiting_uncached_tokens: int = 0
     used_tokens: int = 0
@@ -29,6 +30,7 @@ class Snapshots:
     def __init__(self, first: Load, lag_s: float) -> None:
         self._lag_s = lag_s
         self._history = deque([first])
+        self.phase = first.at
 
     @property
     def newest_at(self) -> float:
@@ -38,7 +40,13 @@ class Snapshots:
     def write(self, load: Load) -> None:
         """Publishes a load."""
         self._history.append(load)
+        self.phase = load.at
         self._forget(load.at)
+
+    def due(self, now: float, period: float) -> float | None:
+        """Returns when the last of the regular ones up to `now` is due, counted from `phase`, or None."""
+        periods = int((now - self.phase) / period)
+        return self.phase + periods * period if periods >= 1 else None
 
     def read(self, now: float) -> Load:
         """Returns the newest load that can be seen at `now`."""

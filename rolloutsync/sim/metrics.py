@@ -28,9 +28,14 @@ GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
 
 async def metrics(engine: Engine, _: Request) -> Response:
     """Answers `/metrics`."""
+    return Response(exposed(EngineCollector(engine)), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def exposed(collector: Collector) -> bytes:
+    """Returns what a collector yields in the text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(engine))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    registry.register(collector)
+    return generate_latest(registry)
 
 
 class EngineCollector(Collector):

@@ -54,6 +54,12 @@ class Prefill:
         """Ends a request behind its pass if it needs another one; one in its last pass is not seen."""
         request.aborted = request.aborted or request.in_pass < request.to_prefill
 
+    def remove(self, request: SimRequest) -> None:
+        """Ends a request in the middle of its pass; a pass without requests is over."""
+        self.requests.remove(request)
+        request.to_prefill = request.in_pass = 0
+        self.running = self.running and bool(self.requests)
+
     def drop(self) -> list[SimRequest]:
         """Gives all requests back, as if their prefill had never begun."""
         dropped, self.requests, self.running = self.requests, [], False

@@ -15,15 +15,11 @@ from rolloutsync.sim.cache import PrefixCache
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.loads import Load, Snapshots
 from rolloutsync.sim.prefill import Prefill
-from rolloutsync.sim.request import Phase, Refusal, SimRequest
+from rolloutsync.sim.request import ABORTED, ABORTED_IN_QUEUE, QUEUE_FULL, Phase, Refusal, SimRequest
 from rolloutsync.sim.timeouts import RAN_TOO_LONG, WAITED_TOO_LONG, Timeouts
 
 LOOK_AHEAD_TOKENS = 256
 HEADROOM_TOKENS = 16
-ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-ABORTED_IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
-QUEUE_FULL = Refusal(503, "The request queue is full.")
-
 Match = Callable[[SimRequest], bool]
 
 
@@ -37,6 +33,8 @@ class Rank:
         self.prefill = Prefill(config.chunked_prefill_size, config.prefill_tokens_per_second)
         self.running: dict[int, SimRequest] = {}
         self.paused = False
+        self.holding = False
+        self.retracted = 0
         self.peak_running = 0
         self.busy_s = 0.0
         self._config = config
@@ -51,7 +49,6 @@ class Rank:
         self._prefilled_tokens = 0
         self._prefill_busy_s = 0.0
         self._decoded_s = 0.0
-        self._published_phase = now
         self.snapshots = Snapshots(Load(at=now), config.load_lag_s)
 
     @property
@@ -85,11 +82,7 @@ class Rank:
     def abort(self, match: Match, now: float) -> None:
         """Ends what matches: queued ones at once, running ones with the next step, prefills between two passes."""
         self.advance(now)
-        for queue in (self._arriving, self.waiting):
-            hits = [request for request in queue if match(request)]
-            for request in hits:
-                queue.remove(request)
-                self._end_queued(request, now)
+        self._end_matching(match, now)
         for request in filter(match, self.prefill.requests):
             self.prefill.abort(request)
         for request in self.running.values():
@@ -99,7 +92,33 @@ class Rank:
                 self._plan(request)
         self._publish_if_idle(now)
 
+    def cut(self, match: Match, now: float) -> None:
+        """Ends what matches at once, in whatever phase, with all the tokens that it has."""
+        self.advance(now)
+        self._end_matching(match, now)
+        for request in list(filter(match, self.prefill.requests)):
+            self.prefill.remove(request)
+            self._reserved -= len(request.prompt) + request.stream.limit
+            self._end_queued(request, now)
+        for request in list(filter(match, self.running.values())):
+            request.settle(self._clock(now), self.step_s)
+            self._leave(request, now, ABORTED)
+        self._admit(now)
+        self._publish_if_idle(now)
+
+    def _end_matching(self, match: Match, now: float) -> None:
+        for queue in (self._arriving, self.waiting):
+            for request in list(filter(match, queue)):
+                queue.remove(request)
+                self._end_queued(request, now)
+
     # Control
+
+    def hold(self, on: bool, now: float) -> None:
+        """Lets nothing out of the queue any more, or again; what has left it goes on."""
+        self.advance(now)
+        self.holding = on
+        self._admit(now)
 
     def pause(self, *, retract: bool, now: float) -> None:
         """Stops the clockwork; with `retract`, everything goes back to the waiting queue."""
@@ -117,7 +136,7 @@ class Rank:
         lost = now - self._paused_at
         self.paused = False
         self.prefill.end += lost
-        self._published_phase = now
+        self.snapshots.phase = now
         for request in self.running.values():
             request.since += lost
             self._plan(request)
@@ -135,7 +154,7 @@ class Rank:
     def flush(self, now: float) -> bool:
         """Empties the prefix cache unless something needs it; returns whether it did."""
         self.advance(now)
-        if self.computing or (not self.paused and not self.idle):
+        if self.computing or not (self.paused or self.holding or self.idle):
             return False
         self.cache.clear()
         return True
@@ -215,13 +234,14 @@ class Rank:
     def _admit(self, at: float) -> None:
         if self.paused or self.prefill.running:
             return
-        self._fill_prefill(at)
+        if not self.holding:
+            self._fill_prefill(at)
         if self.prefill:
             taken, busy = self.prefill.start(at, self._extra_s)
             self._prefilled_tokens += taken
             self._prefill_busy_s += busy
             self.peak_running = max(self.peak_running, len(self.running) + len(self.prefill.requests))
-            self._publish(at)
+            self.snapshots.write(self.measure(at))
 
     def _fill_prefill(self, at: float) -> None:
         room, used = self._config.max_running_requests - len(self.running), self.used_tokens(at)
@@ -323,6 +343,7 @@ class Rank:
                 self._leave(request, at, ABORTED)
                 continue
             request.retractions += request.phase is Phase.RUNNING
+            self.retracted += request.phase is Phase.RUNNING
             self.running.pop(request.serial, None)
             self._reserved -= len(request.prompt) + request.stream.limit
             request.stream.cut(request.count)
@@ -348,12 +369,12 @@ class Rank:
     def measure(self, now: float) -> Load:
         """Returns the load at `now`; what is being prefilled shows in the token counts alone."""
         used = self.used_tokens(now)
-        uncached = [request.size - self._cached_of(request) for request in self.waiting]
         return Load(
             at=now,
             running=len(self.running),
+            prefilling=len(self.prefill.requests),
             waiting=len(self.waiting),
-            waiting_uncached_tokens=sum(uncached),
+            waiting_uncached_tokens=sum(request.size - self._cached_of(request) for request in self.waiting),
             used_tokens=used,
             total_tokens=used + sum(request.size for request in self.waiting),
             throughput=0.0 if self.paused else len(self.running) / self.step_s,
@@ -363,19 +384,14 @@ class Rank:
             decode_steps=int(self._decoded_s / self.step_s),
         )
 
-    def _publish(self, at: float) -> None:
-        self.snapshots.write(self.measure(at))
-        self._published_phase = at
-
     def _publish_upto(self, at: float) -> None:
-        if self.paused:
+        if self.paused or (self.holding and not self.computing):
             return
         config = self._config
         period = self.step_s * config.load_publish_interval if self.computing else config.load_idle_interval_s
-        periods = int((at - self._published_phase) / period)
-        if periods >= 1:
-            self._publish(self._published_phase + periods * period)
+        if (due := self.snapshots.due(at, period)) is not None:
+            self.snapshots.write(self.measure(due))
 
     def _publish_if_idle(self, at: float) -> None:
         if not self.paused and not self.computing and self.snapshots.newest_at < at:
-            self._publish(at)
+            self.snapshots.write(self.measure(at))

@@ -30,6 +30,11 @@ class Refusal:
     message: str
 
 
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+ABORTED_IN_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
+QUEUE_FULL = Refusal(503, "The request queue is full.")
+
+
 @dataclass(eq=False)
 class SimRequest:
     """The mutable state of one generation; only its scheduler changes it.

@@ -47,7 +47,11 @@ _MOST_STOP_REGEXES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What the simulated model takes from a request's `sampling_params`."""
+    """What the simulated model takes from a request's `sampling_params`.
+
+    Attributes:
+        stop_ids_always: `stop_token_ids` count with `ignore_eos`, too, as they do in vLLM and do not in SGLang.
+    """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: int = 0
@@ -55,6 +59,7 @@ class Sampling:
     stop_regex: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    stop_ids_always: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     stream_interval: int | None = None

@@ -61,11 +61,19 @@ class Scheduler:
     def submit(self, request: SimRequest) -> None:
         """Hands a request to the rank that it wants, or to the next in turn."""
         rank = next(self._turn) if request.dp_rank is None else self.ranks[request.dp_rank]
-        self._tell(lambda: rank.submit(request, self.now))
+        self._tell(lambda: None if request.finish else rank.submit(request, self.now))
 
     def abort(self, match: Match) -> None:
         """Aborts what matches on every rank."""
         self._tell_all(lambda rank: rank.abort(match, self.now))
+
+    def cut(self, match: Match) -> None:
+        """Ends what matches on every rank at once, with all that it has."""
+        self._tell_all(lambda rank: rank.cut(match, self.now))
+
+    def hold(self, *, on: bool) -> None:
+        """Keeps what is queued on all ranks in its queues, or lets it out again."""
+        self._tell_all(lambda rank: rank.hold(on, self.now))
 
     def pause(self, *, retract: bool) -> None:
         """Stops all ranks."""
@@ -105,6 +113,11 @@ class Scheduler:
         mail, self._mail = self._mail, []
         for message in mail:
             message()
+
+    def produced(self, request: SimRequest) -> int:
+        """Returns how many tokens a request has now."""
+        rank = self.ranks[request.rank]
+        return request.count if rank.paused else request.produced(self.now, rank.step_s)
 
     def loads(self) -> list[Load]:
         """Returns every rank's load: the last snapshot, or the live numbers where the version knows no snapshots."""

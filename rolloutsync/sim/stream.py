@@ -54,7 +54,8 @@ class TokenStream:
     def runs_free(self) -> bool:
         """Whether only the length can end it, so that nobody needs to look ahead."""
         sampling = self._sampling
-        return sampling.ignore_eos and not (sampling.stop or sampling.stop_regex)
+        stops = sampling.stop or sampling.stop_regex or (sampling.stop_ids_always and sampling.stop_token_ids)
+        return sampling.ignore_eos and not stops
 
     @property
     def version(self) -> str:
@@ -95,7 +96,7 @@ class TokenStream:
     def _stop_token(self, start: int) -> tuple[int, int] | None:
         ids = self._sampling.stop_token_ids
         first = max(start, self._sampling.min_new_tokens)
-        if not ids or self._sampling.ignore_eos:
+        if not ids or (self._sampling.ignore_eos and not self._sampling.stop_ids_always):
             return None
         hits = (position for position in range(first, len(self.tokens)) if self.tokens[position] in ids)
         position = next(hits, None)

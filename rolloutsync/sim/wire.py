@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -12,17 +11,17 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rolloutsync.sim.engine import DEATH_CODE, Engine
+from rolloutsync.sim.engine import Engine
 from rolloutsync.sim.faults import Fault
 from rolloutsync.sim.generate import read_body
 from rolloutsync.sim.replies import dumps, json_response
 
 TRANSPORT = "sim.transport"
-PAUSED_BODY = {"code": "paused", "message": "Generation is paused.", "retryable": True}
 ERROR_BODY = {"error": {"message": "Something went wrong in the engine."}}
 WRONG_ID = "0" * 32
 
@@ -147,18 +146,22 @@ class FaultGate:
             return
         body = await read_body(receive)
         exchange = Exchange(self._app, scope, body, receive, send)
-        fault = book.take(path, _decoded(body) if book.needs_body() else None, early=False, paused=paused)
+        fault = book.take(path, _call(scope, body) if book.needs_body() else None, early=False, paused=paused)
         if fault is None:
             await exchange.run(send, attended=True)
+        elif fault.kind == "crash":
+            await self._crash(exchange)
         elif fault.kind == "ignore_abort":
-            await self._ignore_abort(exchange)
+            await exchange.send(self._engine.ignore_abort(_decoded(exchange.body) or {}))
+        elif fault.kind == "paused_503":
+            await exchange.send(_given(fault, dict(self._engine.paused_body), 503))
         else:
             await HANDLERS[fault.kind](exchange, fault)
 
-    async def _ignore_abort(self, exchange: Exchange) -> None:
-        call = _decoded(exchange.body) or {}
-        self._engine.ledger.saw_abort(str(call.get("rid") or ""), everything=bool(call.get("abort_all")), ignored=True)
-        await exchange.send(Response())
+    async def _crash(self, exchange: Exchange) -> None:
+        """Ends the process, at once or, where only the core dies, soon; the call sees what there is to see."""
+        self._engine.crash()
+        await exchange.run(exchange.outer_send, attended=True)
 
 
 async def answer_early(exchange: Exchange, fault: Fault) -> None:
@@ -248,25 +251,22 @@ async def wrong_id(exchange: Exchange, fault: Fault) -> None:
     answer = await exchange.caught()
     value = _decoded(answer.body)
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, dict) and isinstance(item.get("meta_info"), dict):
-            item["meta_info"]["id"] = WRONG_ID if fault.body is None else fault.body
+        _rename(item, WRONG_ID if fault.body is None else fault.body)
     answer.body = dumps(value)
     await exchange.send_answer(answer)
+
+
+def _rename(item: Any, name: Any) -> None:
+    """Gives an answer another id, where it has one."""
+    holder = item.get("meta_info", item) if isinstance(item, dict) else None
+    for key in ("id", "request_id"):
+        if isinstance(holder, dict) and key in holder:
+            holder[key] = name
 
 
 async def error_200(exchange: Exchange, fault: Fault) -> None:
     """Answers 200 with what is no result."""
     await exchange.send(_given(fault, ERROR_BODY, 200))
-
-
-async def paused_503(exchange: Exchange, fault: Fault) -> None:
-    """Answers that the engine is paused."""
-    await exchange.send(_given(fault, PAUSED_BODY, 503))
-
-
-async def crash(_: Exchange, __: Fault) -> None:
-    """Ends the process."""
-    os._exit(DEATH_CODE)
 
 
 HANDLERS: dict[str, Handler] = {
@@ -280,8 +280,6 @@ HANDLERS: dict[str, Handler] = {
     "interim": interim,
     "wrong_id": wrong_id,
     "error_200": error_200,
-    "paused_503": paused_503,
-    "crash": crash,
 }
 
 
@@ -309,6 +307,12 @@ def _given(fault: Fault, default: Any, status: int) -> Response:
     if isinstance(body, str):
         return Response(body, status, dict(fault.headers), "text/plain")
     return json_response(body, status, dict(fault.headers))
+
+
+def _call(scope: Scope, body: bytes) -> Any:
+    """The decoded body, and the id that vLLM takes from a header."""
+    call, name = _decoded(body), Headers(scope=scope).get("x-request-id")
+    return call | {"request_id": name} if isinstance(call, dict) and name else call
 
 
 def _decoded(body: bytes) -> Any:

@@ -1,0 +1,145 @@
+"""vLLM's control plane of the developer mode: aborts, pauses, sleep and caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rolloutsync.sim.replies import json_response
+from rolloutsync.sim.vllm_engine import CORE_PAUSE_SINCE, MODES, VllmEngine
+from rolloutsync.sim.vllm_errors import invalid, plain_error
+
+MODES_SINCE = (0, 16, 0)
+SUCCESS_SINCE = (0, 26, 0)
+SLEEP_WORDS_SINCE = (0, 32, 0)
+MEMORY = ("weights", "kv_cache")
+TRUE, FALSE = ("1", "true", "on", "t", "y", "yes"), ("0", "false", "off", "f", "n", "no")
+
+
+async def abort(engine: VllmEngine, request: Request) -> Response:
+    """Answers `/abort_requests` of the developer mode: at once, and counts what it was told, not what it found."""
+    body = await _object(request, "Invalid JSON format")
+    ids = body.get("request_ids")
+    engine.ledger.saw_abort(ids or (), everything=not ids, ignored=False)
+    count = len(ids) if ids else engine.abortable
+    if ids:
+        engine.abort_outer(ids)
+    else:
+        engine.abort("", everything=True)
+    return json_response({"status": "aborted", "aborted": count})
+
+
+async def abort_scaled_out(engine: VllmEngine, request: Request) -> Response:
+    """Answers `/inference/v1/abort_requests`: 200 and nothing else, whatever comes of it."""
+    body = await _object(request, "JSON decode error: Expecting value: line 1 column 1 (char 0)")
+    if (ids := body.get("request_ids")) is None:
+        raise plain_error(400, "Missing 'request_ids' in request body")
+    engine.ledger.saw_abort(ids, everything=False, ignored=False)
+    engine.abort_outer(ids)
+    return Response()
+
+
+async def _object(request: Request, no_json: str) -> dict[str, Any]:
+    try:
+        body = orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise plain_error(400, no_json) from error
+    if not isinstance(body, dict):
+        raise plain_error(400, "Request body must be a JSON object")
+    return body
+
+
+async def pause(engine: VllmEngine, request: Request) -> Response:
+    """Answers `/pause`."""
+    mode = _mode(request) if engine.config.release >= MODES_SINCE else "abort"
+    if engine.config.release < (0, 32, 0) and flag(request, "wait_for_inflight_requests", default=False):
+        mode = "wait"
+    await engine.pause(mode, clear_cache=flag(request, "clear_cache", default=True))
+    return json_response({"status": "paused"})
+
+
+def _mode(request: Request) -> str:
+    mode = request.query_params.get("mode", "abort")
+    if mode not in MODES:
+        raise invalid(("literal_error", "query.mode", "Input should be 'abort', 'wait' or 'keep'", mode))
+    return mode
+
+
+def flag(request: Request, name: str, *, default: bool) -> bool:
+    """Returns a flag of the query.
+
+    Raises:
+        ApiError: It is no truth value.
+    """
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if text.lower() not in TRUE + FALSE:
+        words = "Input should be a valid boolean, unable to interpret input"
+        raise invalid(("bool_parsing", f"query.{name}", words, text))
+    return text.lower() in TRUE
+
+
+async def resume(engine: VllmEngine, _: Request) -> Response:
+    """Answers `/resume`."""
+    await engine.resume()
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(engine: VllmEngine, _: Request) -> Response:
+    """Answers `/is_paused`; older versions do not count a pause that keeps its requests."""
+    if engine.config.release < CORE_PAUSE_SINCE:
+        return json_response({"is_paused": engine.paused and not engine.kept})
+    await engine.thawed()
+    return json_response({"is_paused": engine.paused})
+
+
+async def sleep(engine: VllmEngine, request: Request) -> Response:
+    """Answers `/sleep`; what comes while it sleeps is queued."""
+    level = request.query_params.get("level", "1")
+    if level not in ("0", "1", "2"):
+        raise invalid(("int_parsing", "query.level", "Input should be in [0, 2]", level))
+    await engine.thawed()
+    await engine.halt(_mode(request), clear_cache=level != "0")
+    engine.released |= set(MEMORY) if level != "0" else set()
+    return _words(engine, {"status": "sleeping", "level": int(level)})
+
+
+async def wake_up(engine: VllmEngine, request: Request) -> Response:
+    """Answers `/wake_up`: some of the memory, or all of it; all of it lets the scheduler go on."""
+    tags = request.query_params.getlist("tags") or None
+    await engine.thawed()
+    engine.released -= set(MEMORY if tags is None else tags)
+    if not engine.released:
+        await engine.resume()
+    return _words(engine, {"status": "sleeping" if engine.released else "awake", "tags": tags})
+
+
+def _words(engine: VllmEngine, body: dict[str, Any]) -> Response:
+    return json_response(body) if engine.config.release >= SLEEP_WORDS_SINCE else Response()
+
+
+async def is_sleeping(engine: VllmEngine, _: Request) -> Response:
+    """Answers `/is_sleeping`, which is also true in a pause."""
+    await engine.thawed()
+    return json_response({"is_sleeping": bool(engine.released) or engine.paused})
+
+
+async def reset_prefix_cache(engine: VllmEngine, request: Request) -> Response:
+    """Answers `/reset_prefix_cache`: 200 even where running requests prevent it."""
+    preempt = flag(request, "reset_running_requests", default=False)
+    await engine.thawed()
+    if preempt:
+        engine.preempt()
+    done = engine.scheduler.flush()
+    engine.tick()
+    return json_response({"success": done}) if engine.config.release >= SUCCESS_SINCE else Response()
+
+
+async def nothing(engine: VllmEngine, _: Request) -> Response:
+    """Answers `/reset_mm_cache` and `/reset_encoder_cache`, of which the simulation has neither."""
+    await engine.thawed()
+    return Response()

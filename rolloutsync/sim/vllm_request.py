@@ -1,0 +1,202 @@
+"""What a vLLM generation call asks for: the two bodies, their defaults and refusals."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from rolloutsync.sim import vllm_params
+from rolloutsync.sim.config import SimConfig
+from rolloutsync.sim.tokenizer import Tokenizer
+from rolloutsync.sim.vllm_engine import VllmJob
+from rolloutsync.sim.vllm_errors import bad_value, error, invalid
+from rolloutsync.sim.vllm_params import Params
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+CHECKED_IDS = "prompt_token_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call: its generations, and what its answer must have."""
+
+    outer: str
+    jobs: tuple[VllmJob, ...]
+    n: int
+    prompts: int
+    stream: bool = False
+    usage_at_end: bool = False
+    usage_in_chunks: bool = False
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    weight_versions: bool = False
+    echoes: tuple[str, ...] = ()
+
+
+def parse_generate(body: Any, headers: Headers, config: SimConfig, _: Tokenizer) -> Call:
+    """Reads the body of `/inference/v1/generate`.
+
+    Raises:
+        ApiError: The answer that the engine gives instead.
+    """
+    body = _object(body)
+    _check_generate(body)
+    _check_model(body, config)
+    given = body["sampling_params"]
+    params = vllm_params.parse(given, "body.sampling_params", nullable=False)
+    if "max_tokens" not in given and config.release < (0, 22, 0):
+        params = replace(params, max_tokens=vllm_params.DEFAULT_MAX_TOKENS)
+    return _call("generate-tokens", body, headers, config, params, [body["token_ids"]])
+
+
+def parse_completion(body: Any, headers: Headers, config: SimConfig, tokenizer: Tokenizer) -> Call:
+    """Reads the body of `/v1/completions`.
+
+    Raises:
+        ApiError: The answer that the engine gives instead.
+    """
+    body = _object(body)
+    prompt = body.get("prompt")
+    if prompt is None or prompt == "":
+        words = "Either prompt or prompt_embeds must be provided and non-empty."
+        raise bad_value(words, "prompt")
+    if body.get("stream_options") and not body.get("stream"):
+        raise bad_value("Stream options can only be defined when `stream=True`.", "stream_options")
+    _check_model(body, config)
+    limit = body.get("max_tokens", vllm_params.DEFAULT_MAX_TOKENS)
+    params = vllm_params.parse({**body, "max_tokens": limit}, "body", nullable=True)
+    prompts = _prompts(prompt, tokenizer)
+    if limit is not None and limit > config.context_length:
+        words = f"max_tokens={limit} cannot be greater than max_model_len={config.context_length}."
+        raise bad_value(f"{words} Please request fewer output tokens.", "max_tokens", limit)
+    call = _call("cmpl", body, headers, config, params, prompts)
+    echoes = tuple(tokenizer.decode(ids) for ids in prompts) if body.get("echo") else ()
+    return replace(call, echoes=echoes)
+
+
+def _object(body: Any) -> Mapping[str, Any]:
+    if not isinstance(body, dict):
+        raise invalid(("model_attributes_type", "body", "Input should be a valid dictionary", body))
+    return body
+
+
+def _check_generate(body: Mapping[str, Any]) -> None:
+    ids, params, wrong = body.get("token_ids"), body.get("sampling_params"), []
+    if not isinstance(ids, list):
+        words = "Field required" if "token_ids" not in body else "Input should be a valid list"
+        wrong.append(("missing" if "token_ids" not in body else "list_type", "body.token_ids", words, ids))
+    elif any(type(token) is not int for token in ids):
+        place = next(index for index, token in enumerate(ids) if type(token) is not int)
+        wrong.append(("int_type", f"body.token_ids.{place}", "Input should be a valid integer", ids[place]))
+    if not isinstance(params, dict):
+        missing = "sampling_params" not in body
+        words = "Field required" if missing else "Input should be a valid dictionary"
+        wrong.append(
+            ("missing" if missing else "dict_type", "body.sampling_params", words, body if missing else params)
+        )
+    if wrong:
+        raise invalid(*wrong)
+
+
+def _check_model(body: Mapping[str, Any], config: SimConfig) -> None:
+    name = body.get("model")
+    if name is not None and name != config.model_path:
+        words = f"The model `{name}` does not exist. Valid aliases: {config.model_path}."
+        raise error(404, words, param="model")
+
+
+def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [tokenizer.encode(prompt)]
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return [prompt]
+    if not isinstance(prompt, list) or not all(isinstance(item, str | list) for item in prompt):
+        raise invalid(("string_type", "body.prompt", "Input should be a valid string", prompt))
+    return [tokenizer.encode(item) if isinstance(item, str) else item for item in prompt]
+
+
+def _call(
+    prefix: str, body: Mapping[str, Any], headers: Headers, config: SimConfig, params: Params, prompts: list[list[int]]
+) -> Call:
+    caller = headers.get("x-request-id") or body.get("request_id") or uuid.uuid4().hex[:16]
+    outer, options = f"{prefix}-{caller}", body.get("stream_options") or {}
+    job = _template(outer, str(caller), headers, config, params)
+    jobs: list[VllmJob] = []
+    for place, prompt in enumerate(prompts):
+        name = outer if prefix == "generate-tokens" else f"{outer}-{place}"
+        jobs += _samples(replace(job, prompt=prompt, outer=name), params, config)
+    return Call(
+        outer=outer,
+        jobs=tuple(jobs),
+        n=params.n,
+        prompts=len(prompts),
+        stream=bool(body.get("stream")),
+        usage_at_end=bool(options.get("include_usage")),
+        usage_in_chunks=bool(options.get("include_usage") and options.get("continuous_usage_stats")),
+        token_ids=bool(body.get("return_token_ids")),
+        tokens_as_ids=bool(body.get("return_tokens_as_token_ids")),
+        weight_versions=bool(body.get("return_weight_versions")),
+    )
+
+
+def _template(outer: str, caller: str, headers: Headers, config: SimConfig, params: Params) -> VllmJob:
+    return VllmJob(
+        rid="",
+        outer=outer,
+        caller=caller,
+        sampling=params.sampling,
+        dp_rank=_dp_rank(headers, config),
+        logprob=params.prompt_logprobs is not None,
+        logprob_start=0,
+        num_logprobs=params.logprobs,
+        num_prompt_logprobs=params.prompt_logprobs,
+        routed_start=params.routed_start,
+    )
+
+
+def _dp_rank(headers: Headers, config: SimConfig) -> int | None:
+    """The rank that the call is pinned to; what is no number is passed over."""
+    text = headers.get("x-data-parallel-rank", "")
+    if not text.strip().lstrip("-").isdigit():
+        return None
+    rank = int(text)
+    if not 0 <= rank < config.dp_size:
+        raise bad_value(f"data_parallel_rank {rank} is out of range [0, {config.dp_size}).")
+    return rank
+
+
+def _samples(job: VllmJob, params: Params, config: SimConfig) -> list[VllmJob]:
+    """The samples of one prompt: further ones have further seeds."""
+    _check_prompt(job, config)
+    room = min(config.context_length, config.max_total_tokens) - len(job.prompt)
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    samples = []
+    for index in range(params.n):
+        name = job.outer if params.n == 1 else f"{index}_{job.outer}"
+        seed = None if job.sampling.seed is None else job.sampling.seed + index
+        sampling = replace(job.sampling, seed=seed)
+        samples.append(replace(job, rid=f"{name}-{uuid.uuid4().hex[:8]}", sampling=sampling, limit=limit))
+    return samples
+
+
+def _check_prompt(job: VllmJob, config: SimConfig) -> None:
+    size, most = len(job.prompt), config.context_length
+    if not size:
+        raise bad_value("The decoder prompt cannot be empty")
+    bad = next((token for token in (min(job.prompt), max(job.prompt)) if not 0 <= token < config.vocab_size), None)
+    if bad is not None:
+        raise bad_value(f"Token id {bad} is out of vocabulary")
+    if size > most:
+        words = f"The decoder prompt (length {size}) is longer than the maximum model length of {most}."
+        raise bad_value(f"{words} Make sure that `max_model_len` is no smaller than the number of text tokens.")
+    if size == most:
+        words = f"The decoder prompt (length {size}) plus the number of requested output tokens (at least 1) is longer"
+        raise bad_value(f"{words} than the maximum model length of {most}.")
+    if not 0 <= job.routed_start <= size:
+        words = f"routed_experts_prompt_start must be between 0 and the prompt length ({size}), inclusive."
+        raise bad_value(words, "routed_experts_prompt_start", job.routed_start)
