@@ -28,7 +28,7 @@ _TRANSLATED = {
 _LACKS = {  # what SGLang alone has; anything else is sent through
     *("return_hidden_states", "token_ids_logprob", "return_text_in_logprobs", "custom_logit_processor"),
     *("input_embeds", "audio_data", "video_data", "modalities", "session_params", "bootstrap_host", "bootstrap_port"),
-    *("bootstrap_room", "extra_key", "return_bytes", "return_entropy", "background"),
+    *("bootstrap_room", "extra_key", "return_bytes", "return_entropy", "return_indexer_topk"),
 }
 _NEUTRAL = {  # completions would take the model's own for what is not said, the token route would not
     "temperature": 1.0,
