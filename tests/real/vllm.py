@@ -1,0 +1,63 @@
+"""Real vLLM as a child process: the server of `launch`, started with vLLM's words."""
+
+from __future__ import annotations
+
+from .launch import Device, RealEngine
+
+# What the tests count on. A prompt of 2000 tokens takes eight steps, which leaves time to look at it.
+LIMITS = (
+    *("--max-model-len", "2048", "--max-num-seqs", "4", "--max-num-batched-tokens", "256"),
+    *("--dtype", "bfloat16", "--enforce-eager", "--served-model-name", "tiny"),
+)
+CPU_ENGINE = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+CPU = Device(name="CPU", environment=CPU_ENGINE)
+SCALE_OUT = ("--enable-scale-out",)
+LOAD_TRACKING = ("--enable-server-load-tracking",)
+CACHED_TOKENS = ("--enable-prompt-tokens-details",)
+WEIGHT_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
+HEADER_IDS = ("--enable-request-id-headers",)
+NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
+FULL = (*SCALE_OUT, *LOAD_TRACKING, *CACHED_TOKENS, *WEIGHT_TRANSFER)
+
+
+def data_parallel(size: int) -> tuple[str, ...]:
+    """The arguments of an engine with so many ranks, each a core of its own behind one API server."""
+    return ("--data-parallel-size", str(size))
+
+
+class VllmEngine(RealEngine):
+    """One vLLM server: an API server, a core and a worker in one process group."""
+
+    name = "vLLM"
+    alive_path = "/health"
+    shared_prefixes = ("psm_", "sem.mp-")
+    dev_mode = True
+
+    def _server(self, port: int, rendezvous: int) -> list[str]:
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        return ["-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), *address, *LIMITS]
+
+    def _environment(self) -> dict[str, str]:
+        compiled = self._kit.python.parents[1] / "compiled"  # by the first request: 15 s, once
+        paths = {"VLLM_CACHE_ROOT": str(compiled), "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor")}
+        return {**self.device.environment, **paths, "VLLM_SERVER_DEV_MODE": "1" if self.dev_mode else "0"}
+
+    def _shortest(self) -> tuple[str, dict[str, object]]:
+        return "/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 0}
+
+    def _tells_version(self) -> str:
+        return str(self._session.get(f"{self.url}/version", timeout=30).json()["version"])
+
+
+class PlainVllm(VllmEngine):
+    """vLLM without its dev mode, hence without its control routes."""
+
+    dev_mode = False
