@@ -1,4 +1,4 @@
-"""A simulated SGLang engine: a real HTTP server in a process of its own, for demos, tests and users without a GPU.
+"""A simulated SGLang or vLLM engine: a real HTTP server in its own process, for demos, tests and users without a GPU.
 
 ```python
 from rolloutsync.sim import Fault, SimFleet
@@ -7,6 +7,8 @@ with SimFleet(engines=4, tokens_per_second=500.0) as fleet:
     fleet.engines[0].add_fault(Fault(kind="drop", seconds=0.2))
     print(list(fleet), fleet.engines[0].state()["peak_running"])
 ```
+
+`SimFleet(dialect="vllm")` speaks vLLM, and a fleet of `configs` can have both: one scheduler with two faces.
 
 It continues every context by a pure function of it (`rolloutsync.sim.tokens`), so that a test can say what is right.
 """

@@ -336,8 +336,9 @@ class Rank:
         request.on_done()
 
     def _retract(self, requests: Iterable[SimRequest], at: float) -> None:
-        """Sends requests back to the end of the queue; those that an abort has marked end with the step under way."""
-        for request in requests:
+        """Sends requests back to the queue; those that an abort has marked end with the step under way."""
+        first = self._config.dialect == "vllm"  # where SGLang lets them queue up behind the others
+        for request in reversed([*requests]) if first else requests:
             request.settle(at, self.step_s)
             if request.cut_at is not None:
                 self._leave(request, at, ABORTED)
@@ -348,7 +349,7 @@ class Rank:
             self._reserved -= len(request.prompt) + request.stream.limit
             request.stream.cut(request.count)
             request.phase, request.queued_at = Phase.WAITING, at
-            self.waiting.append(request)
+            self.waiting.insert(0 if first else len(self.waiting), request)
 
     def _full_at(self) -> float | None:
         """When the KV cache will be full, if it will."""

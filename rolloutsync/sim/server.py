@@ -29,7 +29,7 @@ KeyOf = Callable[[str], "str | None"]
 
 OPEN_PREFIXES = ("/health", "/ready", "/metrics", "/sim/")
 VLLM_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
-VLLM_INFERENCE_GUARDED_SINCE = (0, 19, 0)
+VLLM_INFERENCE_GUARDED_SINCE = (0, 22, 0)
 
 
 def make_app(engine: Engine) -> ASGIApp:

@@ -20,6 +20,7 @@ from rolloutsync.sim.vllm_engine import VllmJob
 from rolloutsync.sim.vllm_logprobs import Logprobs
 from rolloutsync.sim.vllm_request import Call
 
+COMPLETION_EXPERTS_SINCE = (0, 21, 0)
 EXPERTS_SINCE = (0, 22, 0)
 HEAD_SINCE = (0, 26, 0)
 MASK_SINCE = (0, 28, 0)
@@ -170,11 +171,14 @@ class CompletionAnswers(Answers):
         echo = call.echoes[piece.index // call.n] if first and call.echoes else ""
         choice: Json = {"index": piece.index, "text": echo + piece.text, "logprobs": self._logprobs(call, piece)}
         choice |= piece.ending
-        if call.token_ids:
-            choice |= {"prompt_token_ids": list(piece.job.prompt)} if first else {}
-            choice["token_ids"] = piece.ids
-        usage = {"usage": self.usage(call, [piece])} if call.usage_in_chunks else {}
-        return self._head(call) | {"choices": [choice]} | usage
+        choice["prompt_token_ids"] = list(piece.job.prompt) if first and call.token_ids else None
+        choice["token_ids"] = piece.ids if call.token_ids else None
+        if piece.final and self.release >= COMPLETION_SPANS_SINCE:
+            choice["weight_versions"] = piece.spans() if call.weight_versions else None
+        chunk = self._head(call) | {"choices": [choice]}
+        if piece.final and not call.usage_at_end and self._fingerprint:
+            chunk["system_fingerprint"] = self._fingerprint
+        return chunk | ({"usage": self.usage(call, [piece])} if call.usage_in_chunks else {})
 
     def last(self, call: Call, pieces: Sequence[Piece]) -> Json:
         """Returns the chunk behind the last token."""
@@ -183,7 +187,7 @@ class CompletionAnswers(Answers):
 
     @property
     def _fingerprint(self) -> str | None:
-        return self.fingerprint if self.release >= EXPERTS_SINCE else None
+        return self.fingerprint if self.release >= COMPLETION_EXPERTS_SINCE else None
 
     def _head(self, call: Call) -> Json:
         head = {"id": call.outer, "object": "text_completion"}
@@ -196,7 +200,7 @@ class CompletionAnswers(Answers):
         choice["token_ids"] = piece.ids if call.token_ids else None
         choice["prompt_logprobs"] = self.logprobs.of_prompt(piece.job, piece.request)
         choice["prompt_token_ids"] = list(piece.job.prompt) if call.token_ids else None
-        if self.release >= EXPERTS_SINCE:
+        if self.release >= COMPLETION_EXPERTS_SINCE:
             choice["routed_experts"] = self.experts(piece)
         if self.release >= COMPLETION_SPANS_SINCE:
             choice["weight_versions"] = piece.spans() if call.weight_versions else None

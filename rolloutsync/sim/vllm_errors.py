@@ -38,14 +38,17 @@ def plain_error(status: int, message: str) -> ApiError:
     return error(status, message, kind=HTTPStatus(status).phrase)
 
 
-def invalid(*details: tuple[str, str, str, Any]) -> ApiError:
+def invalid(*details: tuple[str, str, str, Any], because: str | None = None) -> ApiError:
     """What a body of the wrong shape is answered with.
 
     Args:
         details: Type, field, message and input of each thing that is wrong.
+        because: More about it, if there is more.
     """
+    more = {} if because is None else {"ctx": {"error": because}}
     rows = [
-        {"type": kind, "loc": field, "msg": message, "input": _shown(value)} for kind, field, message, value in details
+        {"type": kind, "loc": field, "msg": message, "input": _shown(value), **more}
+        for kind, field, message, value in details
     ]
     lines = "".join(f"\n  {row}" for row in rows)
     plural = "" if len(rows) == 1 else "s"

@@ -17,9 +17,8 @@ from rolloutsync.sim.replies import ApiError, dumps, json_response
 from rolloutsync.sim.sse import Events
 from rolloutsync.sim.tokenizer import Tokenizer
 from rolloutsync.sim.vllm_answers import CompletionAnswers, Piece, TokenAnswers
-from rolloutsync.sim.vllm_body import json_of
 from rolloutsync.sim.vllm_engine import VllmEngine, VllmJob
-from rolloutsync.sim.vllm_request import Call
+from rolloutsync.sim.vllm_request import Call, json_of
 
 Parse = Callable[[Any, Headers, SimConfig, Tokenizer], Call]
 

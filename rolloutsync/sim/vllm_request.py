@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -77,6 +78,21 @@ def parse_completion(body: Any, headers: Headers, config: SimConfig, tokenizer: 
     call = _call("cmpl", body, headers, config, params, prompts)
     echoes = tuple(tokenizer.decode(ids) for ids in prompts) if body.get("echo") else ()
     return replace(call, echoes=echoes)
+
+
+def json_of(data: bytes) -> Any:
+    """Decodes a generation call's body.
+
+    Raises:
+        ApiError: It is no JSON, or not there.
+    """
+    if not data:
+        raise invalid(("missing", "body", "Field required", None))
+    try:
+        return json.loads(data)
+    except ValueError as problem:
+        place, words = getattr(problem, "pos", 0), getattr(problem, "msg", str(problem))
+        raise invalid(("json_invalid", f"body.{place}", "JSON decode error", {}), because=words) from problem
 
 
 def _object(body: Any) -> Mapping[str, Any]:

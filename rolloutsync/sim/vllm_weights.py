@@ -13,7 +13,7 @@ from rolloutsync.sim.vllm_controls import flag
 from rolloutsync.sim.vllm_engine import VllmEngine
 from rolloutsync.sim.vllm_errors import error, invalid, plain_error
 
-SESSION_SINCE = (0, 22, 0)
+SESSION_SINCE = (0, 21, 0)
 CHECKED_SINCE = (0, 32, 0)
 NAMES = ("model.embed_tokens.weight", "model.layers.0.weight", "lm_head.weight")
 

@@ -11,6 +11,7 @@ import pytest
 from rolloutsync.sim import SimConfig, SimEngine, SimFleet
 
 from .kit import Caller, until
+from .vllm_kit import VllmCaller
 
 REAL: dict[str, Any] = {"vocab_size": 512, "context_length": 2048, "max_running_requests": 4, "max_total_tokens": 8192}
 QUICK: dict[str, Any] = {
@@ -27,6 +28,20 @@ CONFIGS = {
     "keys": SimConfig(**QUICK, api_key="user", admin_api_key="boss"),
     "queue": SimConfig(**{**REAL, "max_running_requests": 1}, **QUICK, max_queued_requests=1, hidden_size=3),
 }
+VLLM_CONFIGS = {
+    "vllm": SimConfig(
+        **{**REAL, **QUICK, "max_running_requests": 64},
+        dialect="vllm",
+        routed_experts=(2, 2, 300),
+        enable_prompt_tokens_details=True,
+        enable_server_load_tracking=True,
+        enable_request_id_headers=True,
+    ),
+    "recorded": SimConfig(
+        **REAL, **QUICK, dialect="vllm", version="0.32", model_path="tiny", enable_server_load_tracking=True
+    ),
+    "ranked": SimConfig(**REAL, **QUICK, dialect="vllm", dp_size=2, dev_mode=False, api_key="user"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +49,13 @@ def fleet() -> Iterator[dict[str, SimEngine]]:
     """All shared engines by name."""
     with SimFleet(configs=list(CONFIGS.values())) as started:
         yield dict(zip(CONFIGS, started.engines, strict=True))
+
+
+@pytest.fixture(scope="session")
+def vllm_fleet() -> Iterator[dict[str, SimEngine]]:
+    """All shared engines that speak vLLM, by name."""
+    with SimFleet(configs=list(VLLM_CONFIGS.values())) as started:
+        yield dict(zip(VLLM_CONFIGS, started.engines, strict=True))
 
 
 @pytest.fixture
@@ -91,3 +113,33 @@ def keys(fleet: dict[str, SimEngine], pool: ThreadPoolExecutor) -> Iterator[Call
 def queue(fleet: dict[str, SimEngine], pool: ThreadPoolExecutor) -> Iterator[Caller]:
     """One request runs, one may wait; hidden states are on."""
     yield from _lend(fleet["queue"], pool)
+
+
+def _lend_vllm(engine: SimEngine, pool: ThreadPoolExecutor) -> Iterator[VllmCaller]:
+    engine.reset()
+    yield VllmCaller(engine, pool)
+    engine.clear_faults()
+    engine.slow_down(None)
+    if engine.config.dev_mode:
+        engine.call("POST", "/wake_up")
+        engine.call("POST", "/abort_requests", {})
+        engine.call("POST", "/resume")
+    until(lambda: engine.state()["live"], lambda left: left == 0, "an idle engine")
+
+
+@pytest.fixture
+def vllm(vllm_fleet: dict[str, SimEngine], pool: ThreadPoolExecutor) -> Iterator[VllmCaller]:
+    """The newest version, with experts, and all that is counted or told only on demand."""
+    yield from _lend_vllm(vllm_fleet["vllm"], pool)
+
+
+@pytest.fixture
+def recorded(vllm_fleet: dict[str, SimEngine], pool: ThreadPoolExecutor) -> Iterator[VllmCaller]:
+    """0.32, started as the one that was recorded: four run, the others wait; a pause queues what comes."""
+    yield from _lend_vllm(vllm_fleet["recorded"], pool)
+
+
+@pytest.fixture
+def ranked(vllm_fleet: dict[str, SimEngine], pool: ThreadPoolExecutor) -> Iterator[VllmCaller]:
+    """Two data-parallel ranks, a key, and no developer mode."""
+    yield from _lend_vllm(vllm_fleet["ranked"], pool)
