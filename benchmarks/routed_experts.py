@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it k
 
 from benchmarks.harness.benchmark import WINDOW, Benchmark
 from benchmarks.harness.cases import Case, Limits, Tell, run_cases
-from benchmarks.harness.figures import Row, Verdict, ratio
+from benchmarks.harness.figures import Row, Verdict, at_least, at_most, cases_of, ratio
 from benchmarks.harness.options import Common, Form, chosen_peers
 from benchmarks.harness.work import Shape
 from benchmarks.peers import AIOHTTP, HTTPX, OURS, RAW, REQUESTS
@@ -56,13 +56,16 @@ def run(options: Options, common: Common, tell: Tell) -> list[Row]:
 def _case(options: Options, common: Common, tokens: int) -> Case:
     shape = Shape(prompt_tokens=options.prompt_tokens, tokens=tokens, layers=options.layers, topk=options.topk)
     size = shape.rows * shape.layers * shape.topk * 4 * 4 // 3
+    quick = common.form is Form.QUICK and not common.peers
+    aside = quick and tokens != MAIN_TOKENS and len(options.tokens) > 1
+    peers = chosen_peers(common, _DEFAULT, OURS)
     return Case(
         label=label(tokens),
         shape=shape,
         threads=options.threads,
-        requests=min(2048, max(options.threads, options.megabytes * 1_000_000 // size)),
-        peers=chosen_peers(common, _DEFAULT, OURS),
-        repeats=common.repeats,
+        requests=min(512, max(options.threads, options.megabytes * 1_000_000 // size)),
+        peers=tuple(peer for peer in peers if peer not in {HTTPX, REQUESTS}) if aside else peers,
+        repeats=1 if aside else common.repeats,
         spared={} if common.form is Form.FULL else {REQUESTS: Limits(repeats=1, requests=options.threads)},
     )
 
@@ -70,31 +73,15 @@ def _case(options: Options, common: Common, tokens: int) -> Case:
 def judge(rows: Sequence[Row]) -> list[Verdict]:
     """At 8192 tokens: near the floor, and several times less than the async clients."""
     case = label(MAIN_TOKENS)
-    if not any(row.case == case for row in rows):
+    if case not in cases_of(rows):
         return []
-    floor = Verdict(
-        benchmark=NAME, words="CPU each, ours by the floor", value=ratio(rows, case, "cpu_ms", OURS, RAW), limit=1.3
-    )
-    return [floor, *(verdict for peer in (HTTPX, AIOHTTP) for verdict in _against(rows, case, peer))]
-
-
-def _against(rows: Sequence[Row], case: str, peer: str) -> list[Verdict]:
-    return [
-        Verdict(
-            benchmark=NAME,
-            words=f"CPU each, {peer} by ours",
-            value=ratio(rows, case, "cpu_ms", peer, OURS),
-            limit=3.0,
-            at_least=True,
-        ),
-        Verdict(
-            benchmark=NAME,
-            words=f"throughput, ours by {peer}",
-            value=ratio(rows, case, "per_s", OURS, peer),
-            limit=2.0,
-            at_least=True,
-        ),
-    ]
+    verdicts = [at_most(NAME, "CPU each, ours by the floor", ratio(rows, case, "cpu_ms", OURS, RAW), 1.3)]
+    for peer in (HTTPX, AIOHTTP):
+        verdicts += [
+            at_least(NAME, f"CPU each, {peer} by ours", ratio(rows, case, "cpu_ms", peer, OURS), 3.0),
+            at_least(NAME, f"throughput, ours by {peer}", ratio(rows, case, "per_s", OURS, peer), 2.0),
+        ]
+    return verdicts
 
 
 BENCHMARK = Benchmark(

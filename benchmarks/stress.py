@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it k
 
 from benchmarks.harness.benchmark import WINDOW, Benchmark
 from benchmarks.harness.cases import Case, Limits, Tell, run_cases
-from benchmarks.harness.figures import Row, Verdict, ratio
+from benchmarks.harness.figures import Row, Verdict, at_least, at_most, cases_of, find, ratio
 from benchmarks.harness.options import Common, Form, chosen_peers
 from benchmarks.harness.work import Shape
 from benchmarks.peers import AIOHTTP, HTTPX, OURS, RAW, REQUESTS
@@ -27,6 +27,7 @@ NAME = "stress"
 _DEFAULT = (OURS, AIOHTTP, RAW, HTTPX, REQUESTS)
 _MANY = 1024  # in flight; from here on httpx needs minutes
 _THREADS = (64, 512, 2048, 4096)
+_WAVES = 2  # that a run measures at least, in the full form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def defaults(form: Form) -> Options:
     """See ``Benchmark``."""
     if form is Form.SMOKE:
         return Options(engines=2, threads=(16,), engine_s=(0.0,), requests=64)
-    return Options(requests=4096) if form is Form.QUICK else Options()
+    return Options(requests=2048) if form is Form.QUICK else Options()
 
 
 def label(threads: int, engine_s: float) -> str:
@@ -61,12 +62,12 @@ def run(options: Options, common: Common, tell: Tell) -> list[Row]:
 
 
 def make_cases(options: Options, common: Common) -> list[Case]:
-    """One for each number of threads and each engine time; quick leaves half of the default ones out."""
+    """One for each number of threads and each engine time; quick leaves most of the default ones out."""
     pairs = [(threads, engine_s) for threads in options.threads for engine_s in options.engine_s]
     if options.url:
         pairs = [(threads, 0.0) for threads in options.threads]
     elif common.form is Form.QUICK and len(pairs) == 2 * len(_THREADS):
-        pairs = [(64, 0.0), (512, 0.0), (2048, 1.0), (4096, 1.0)]
+        pairs = [(64, 0.0), (2048, 1.0), (4096, 1.0)]
     return [_case(options, common, threads, engine_s) for threads, engine_s in pairs]
 
 
@@ -75,7 +76,7 @@ def _case(options: Options, common: Common, threads: int, engine_s: float) -> Ca
         label=f"{threads} in flight" if options.url else label(threads, engine_s),
         shape=Shape(prompt_tokens=options.prompt_tokens, tokens=options.tokens),
         threads=threads,
-        requests=options.requests,
+        requests=max(options.requests, _WAVES * threads) if common.form is Form.FULL else options.requests,
         seconds=options.seconds,
         engines=options.engines,
         engine_s=engine_s,
@@ -87,44 +88,32 @@ def _case(options: Options, common: Common, threads: int, engine_s: float) -> Ca
 
 
 def _peers(options: Options, common: Common, threads: int) -> tuple[str, ...]:
-    """Above 2048 in flight httpx has no target and takes very long."""
+    """Above 2048 in flight httpx has no target and takes very long; quick has no time for what has no target."""
     peers = chosen_peers(common, _DEFAULT, OURS, compare=not options.url)
-    most = _MANY if common.form is Form.QUICK else 2 * _MANY
-    if common.peers or threads <= 2 * _MANY:
-        return peers
-    return tuple(peer for peer in peers if peer not in {HTTPX, REQUESTS} or threads <= most)
+    left_out: set[str] = set()
+    if threads > 2 * _MANY:
+        left_out |= {HTTPX, RAW} if common.form is Form.QUICK else {HTTPX}
+    if threads >= _MANY and common.form is Form.QUICK:
+        left_out.add(REQUESTS)
+    return peers if common.peers else tuple(peer for peer in peers if peer not in left_out)
 
 
 def _spared(common: Common, threads: int) -> dict[str, Limits]:
     """What is many times slower needs fewer requests for a figure as good; a wave is the least."""
     if common.form is Form.FULL:
         return {HTTPX: Limits(requests=threads)} if threads >= _MANY else {}
-    few = Limits(requests=max(threads, 1024), warmup=64, repeats=1)
-    return {HTTPX: few, REQUESTS: few}
+    slow = Limits(requests=max(threads, 1024), warmup=64, repeats=1)
+    return {HTTPX: slow, REQUESTS: slow, **({RAW: Limits(repeats=1)} if threads >= _MANY else {})}
 
 
 def judge(rows: Sequence[Row]) -> list[Verdict]:
     """CPU of each request: no more than aiohttp with orjson, ten times less than httpx at 2048."""
-    cases = list(dict.fromkeys(row.case for row in rows if any(r.who == AIOHTTP for r in rows)))
-    verdicts = [
-        Verdict(
-            benchmark=NAME,
-            words=f"{case}: CPU each, ours by aiohttp",
-            value=ratio(rows, case, "cpu_ms", OURS, AIOHTTP),
-            limit=1.0,
-        )
-        for case in cases
-    ]
-    many = [case for case in cases if case.startswith("2048 ")]
-    return verdicts + [
-        Verdict(
-            benchmark=NAME,
-            words=f"{case}: CPU each, httpx by ours",
-            value=ratio(rows, case, "cpu_ms", HTTPX, OURS),
-            limit=10.0,
-            at_least=True,
-        )
-        for case in many
+    measured = [case for case in cases_of(rows) if find(rows, case, AIOHTTP)]
+    many = [case for case in measured if case.startswith("2048 ")]
+    near = [(f"{case}: CPU each, ours by aiohttp", ratio(rows, case, "cpu_ms", OURS, AIOHTTP)) for case in measured]
+    far = [(f"{case}: CPU each, httpx by ours", ratio(rows, case, "cpu_ms", HTTPX, OURS)) for case in many]
+    return [at_most(NAME, words, value, 1.0) for words, value in near] + [
+        at_least(NAME, words, value, 10.0) for words, value in far
     ]
 
 

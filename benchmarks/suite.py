@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
@@ -37,8 +38,8 @@ def load(name: str) -> Benchmark:
     return found
 
 
-def make_parser(names: Sequence[str]) -> argparse.ArgumentParser:
-    """For the benchmarks named; one alone brings its own options."""
+def make_parser() -> argparse.ArgumentParser:
+    """With what all benchmarks understand; one alone brings its own options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +51,7 @@ def make_parser(names: Sequence[str]) -> argparse.ArgumentParser:
 def read(arguments: Sequence[str]) -> tuple[Common, list[tuple[Benchmark, Any]]]:
     """Common options, and the benchmarks to run with theirs."""
     named = [word for word in arguments if word in NAMES]
-    parser = make_parser(named)
+    parser = make_parser()
     alone = load(named[0]) if len(named) == 1 else None
     if alone is not None:
         add_fields(parser, alone.defaults(read_common(parser.parse_known_args(arguments)[0]).form))
@@ -83,12 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(benchmark: Benchmark, options: Any, common: Common, console: Console) -> list[Row]:
+    began = time.monotonic()
     with console.status(benchmark.name) as status:
 
         def tell(words: str) -> None:
             status.update(words)
             if not console.is_terminal:
-                print(words, file=sys.stderr, flush=True)
+                print(f"{time.monotonic() - began:5.1f} s  {words}", file=sys.stderr, flush=True)
 
         rows = benchmark.run(options, common, tell)
     console.print(results_table(benchmark, rows))

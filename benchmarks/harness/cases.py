@@ -108,6 +108,7 @@ def numbers(measured: Mapping[str, Any]) -> dict[str, float]:
     requests, wall = measured["requests"], measured["wall_s"]
     return {
         "requests": requests,
+        "retries": measured["retries"],
         "wall_s": wall,
         "cpu_ms": 1e3 * measured["cpu_s"] / requests,
         "per_s": requests / wall,

@@ -63,6 +63,21 @@ class Verdict:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
+def at_most(benchmark: str, words: str, value: float | None, limit: float, unit: str = "x") -> Verdict:
+    """A target that less is good for."""
+    return Verdict(benchmark=benchmark, words=words, value=value, limit=limit, unit=unit)
+
+
+def at_least(benchmark: str, words: str, value: float | None, limit: float) -> Verdict:
+    """A target that more is good for."""
+    return Verdict(benchmark=benchmark, words=words, value=value, limit=limit, at_least=True)
+
+
+def cases_of(rows: Sequence[Row]) -> list[str]:
+    """In their order."""
+    return list(dict.fromkeys(row.case for row in rows))
+
+
 def find(rows: Sequence[Row], case: str, who: str) -> Row | None:
     """The row of one client in one case."""
     return next((row for row in rows if row.case == case and row.who == who), None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,34 @@ def memory_bytes(key: str = "VmRSS") -> int:
     raise KeyError(key)
 
 
+class _Mallinfo2(ctypes.Structure):
+    """glibc's ``struct mallinfo2``, in which only two of the names matter."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in ("arena", "free", "fast", "maps", "hblkhd", "_", "fast_bytes", "uordblks", "fordblks", "keepcost")
+    )
+
+
+def live_bytes() -> int:
+    """Allocated and not freed, by the C library's own books over all its arenas.
+
+    Complete only in a process whose Python allocates all through it: ``PYTHONMALLOC=malloc``.
+    """
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def trimmed_bytes() -> int:
+    """Resident, after everything that is free was given back as far as the C library does."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return memory_bytes()
+
+
 def forget_peak() -> None:
     """Let ``VmHWM`` begin anew."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -49,16 +80,24 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def run_fresh(module: str, spec: str, *, timeout_s: float = 900.0) -> dict[str, Any]:
+def answer_spec(measure: Callable[[Any], Mapping[str, Any]]) -> None:
+    """The main program of a fresh process: JSON in, what was measured out."""
+    raise_file_limit()
+    print(json.dumps(measure(json.load(sys.stdin))))
+
+
+def run_fresh(module: str, spec: str, *, timeout_s: float = 900.0, **variables: str) -> dict[str, Any]:
     """Run ``python -m module`` with ``spec`` as its standard input; the JSON that it prints last.
+
+    ``variables`` are added to its environment.
 
     Raises:
         BenchmarkError: It failed, or took too long.
     """
-    command = [sys.executable, "-m", module]
+    command, env = [sys.executable, "-m", module], environment() | variables
     try:
         done = subprocess.run(
-            command, input=spec, text=True, capture_output=True, env=environment(), timeout=timeout_s, check=False
+            command, input=spec, text=True, capture_output=True, env=env, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         raise BenchmarkError(f"{module} took longer than {timeout_s:g} s: {spec}") from None

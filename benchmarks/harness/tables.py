@@ -11,7 +11,8 @@ from benchmarks.harness.benchmark import Benchmark, Column
 from benchmarks.harness.figures import Row, Spread, Verdict, ratio
 
 OURS = "ours"
-_WIDTH = 130
+_WIDTH = 150
+_CAPTION = "medians (least most)"
 _WORDS = {True: "met", False: "NOT met", None: "not measured"}
 
 
@@ -24,12 +25,12 @@ def make_console() -> Console:
 def results_table(benchmark: Benchmark, rows: Sequence[Row]) -> Table:
     """A line for each client in each case."""
     columns = [column for column in benchmark.columns if any(row.median(column.name) is not None for row in rows)]
-    table = Table(title=f"{benchmark.name}: {benchmark.words}", title_justify="left")
-    table.add_column("case")
-    table.add_column("client")
+    table = Table(title=f"{benchmark.name}: {benchmark.words}", title_justify="left", caption=_CAPTION)
+    table.add_column("case", no_wrap=True)
+    table.add_column("client", no_wrap=True)
     table.add_column("runs", justify="right")
     for title in (title for column in columns for title in _titles(column)):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap="(" not in title and len(title) < 10)
     for place, row in enumerate(rows):
         last = place + 1 == len(rows) or rows[place + 1].case != row.case
         cells = [cell for column in columns for cell in _cells(column, row, rows)]
@@ -38,8 +39,7 @@ def results_table(benchmark: Benchmark, rows: Sequence[Row]) -> Table:
 
 
 def _titles(column: Column) -> list[str]:
-    title = f"{column.title} (min, max)" if column.spread else column.title
-    return [title, "by ours"] if column.ratio else [title]
+    return [column.title, "by ours"] if column.ratio else [column.title]
 
 
 def _cells(column: Column, row: Row, rows: Sequence[Row]) -> list[str]:
@@ -55,7 +55,8 @@ def shown(spread: Spread, column: Column) -> str:
     """A median, with least and most where wanted."""
     digits = column.digits
     text = f"{spread.median:.{digits}f}"
-    return f"{text} ({spread.least:.{digits}f}, {spread.most:.{digits}f})" if column.spread else text
+    single = spread.least == spread.most or not column.spread
+    return text if single else f"{text} ({spread.least:.{digits}f} {spread.most:.{digits}f})"
 
 
 def targets_table(verdicts: Sequence[Verdict]) -> Table:
@@ -66,7 +67,7 @@ def targets_table(verdicts: Sequence[Verdict]) -> Table:
     for verdict in verdicts:
         sign = "≥" if verdict.at_least else "≤"
         measured = "" if verdict.value is None else f"{verdict.value:.2f} {verdict.unit}"
-        limit = f"{sign} {verdict.limit:g} {verdict.unit}"
+        limit = f"{sign} {round(verdict.limit, 2):g} {verdict.unit}"
         style = {True: "green", False: "bold red", None: "dim"}[verdict.met]
         table.add_row(verdict.benchmark, verdict.words, limit, measured, f"[{style}]{_WORDS[verdict.met]}[/]")
     return table

@@ -26,6 +26,7 @@ class Measurement:
         cpu_s: User and system seconds of the client process in it.
         idle_bytes: Resident before the first request.
         peak_bytes: Resident at most, in the window.
+        retries: Requests that had to be sent again.
     """
 
     requests: int
@@ -33,6 +34,7 @@ class Measurement:
     cpu_s: float
     idle_bytes: int
     peak_bytes: int
+    retries: int
 
 
 def measure(work: Work, peer: Peer) -> Measurement:
@@ -47,7 +49,8 @@ def measure(work: Work, peer: Peer) -> Measurement:
     wall, cpu = time.perf_counter() - began, cpu_s() - cpu
     peak = memory_bytes("VmHWM")
     check(answers, work, count)
-    return Measurement(requests=count, wall_s=wall, cpu_s=cpu, idle_bytes=idle, peak_bytes=peak)
+    retries = getattr(peer, "retries", 0)
+    return Measurement(requests=count, wall_s=wall, cpu_s=cpu, idle_bytes=idle, peak_bytes=peak, retries=retries)
 
 
 def warm_up(work: Work, peer: Peer) -> float:

@@ -34,7 +34,7 @@ class Shape:
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling parameters of every request."""
-        return {"temperature": 1.0, "max_new_tokens": self.tokens}
+        return {"temperature": 1.0, "max_new_tokens": self.tokens, "ignore_eos": True}
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -74,7 +74,11 @@ class Work:
     @classmethod
     def from_json(cls, text: str) -> Work:
         """What ``to_json`` wrote."""
-        values = json.loads(text)
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Work:
+        """What ``dataclasses.asdict`` made."""
         return cls(**{**values, "shape": Shape(**values["shape"])})
 
     def prompts(self, count: int) -> list[list[int]]:

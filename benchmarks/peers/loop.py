@@ -15,6 +15,7 @@ class AsyncPeer:
 
     def __init__(self, work: Work) -> None:
         self._work = work
+        self.retries = 0
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(work.threads)
         self._loop.run_until_complete(self.open())

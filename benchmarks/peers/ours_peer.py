@@ -20,10 +20,13 @@ class Ours:
         self._client = RolloutClient(work.urls, engine_concurrency=in_flight, progress=False)
 
     def run(self, prompts: Sequence[list[int]]) -> list[Answer]:
+        """See ``Peer``."""
+        return [_answer(sample) for sample in self.samples(prompts)]
+
+    def samples(self, prompts: Sequence[list[int]]) -> list[Sample]:
         """One call of generate."""
         shape = self._work.shape
-        samples = self._client.generate(prompts, shape.sampling, on_error="raise", **shape.fields)
-        return [_answer(sample) for sample in samples]
+        return self._client.generate(prompts, shape.sampling, on_error="raise", **shape.fields)
 
     def close(self) -> None:
         """See ``Peer``."""

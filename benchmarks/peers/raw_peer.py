@@ -93,14 +93,20 @@ class RawPeer:
         while (call := queue.get()) is not None:
             place, _, body, wave = call
             try:
-                if sock is None:
-                    sock = socket.create_connection((parts.hostname, parts.port))
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock = sock or connect(str(parts.hostname), parts.port or 80)
                 wave.put(place, exchange(sock, head, body, self._work.shape))
             except BaseException as error:  # noqa: BLE001 - the outermost frame; the waiting thread raises it
                 wave.fail(error)
+            del call, wave  # else it would keep all answers while it waits for the next request
         if sock is not None:
             sock.close()
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """A connection that sends at once."""
+    sock = socket.create_connection((host, port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
 
 
 def exchange(sock: socket.socket, head: str, body: dict[str, Any], shape: Shape) -> Answer:
