@@ -132,10 +132,7 @@ async def reset_prefix_cache(engine: VllmEngine, request: Request) -> Response:
     """Answers `/reset_prefix_cache`: 200 even where running requests prevent it."""
     preempt = flag(request, "reset_running_requests", default=False)
     await engine.thawed()
-    if preempt:
-        engine.preempt()
-    done = engine.scheduler.flush()
-    engine.tick()
+    done = engine.flush(preempt=preempt)
     return json_response({"success": done}) if engine.config.release >= SUCCESS_SINCE else Response()
 
 

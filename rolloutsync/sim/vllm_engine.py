@@ -210,12 +210,15 @@ class VllmEngine(Engine):
         self.scheduler.hold(on=False)
         self.tick()
 
-    def preempt(self) -> None:
-        """Sends everything that runs back to the queue, as if its prompt had never been computed."""
-        self.scheduler.pause(retract=True)
-        if not self.kept:
+    def flush(self, *, preempt: bool) -> bool:
+        """Empties the prefix caches, with everything that runs sent back to the queue first, if that is wanted."""
+        if preempt:
+            self.scheduler.pause(retract=True)
+        done = self.scheduler.flush()
+        if preempt and not self.kept:
             self.scheduler.resume()
         self.tick()
+        return done
 
     async def update(self, apply: Callable[[], object]) -> None:
         """Runs a change of the weights between two steps of the core, whatever else goes on."""

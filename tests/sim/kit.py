@@ -109,10 +109,17 @@ class Caller:
     @contextmanager
     def unanswered(self, ids: Sequence[int], tokens: int, **fields: Any) -> Iterator[socket.socket]:
         """Sends a generation and yields its socket, which is closed at the end."""
-        body = json.dumps(generation(ids, tokens, **fields)).encode()
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        with self.sent("/generate", generation(ids, tokens, **fields), {}) as connection:
+            yield connection
+
+    @contextmanager
+    def sent(self, path: str, body: Any, headers: Mapping[str, str]) -> Iterator[socket.socket]:
+        """Sends a call and yields its socket, which is closed at the end."""
+        data = json.dumps(body).encode()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(data)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.engine.port), timeout=WAIT_S) as connection:
-            connection.sendall(head.encode() + body)
+            connection.sendall(head.encode() + data)
             yield connection
 
 

@@ -19,6 +19,7 @@ from rolloutsync.sim import Fault, SimConfig, SimFleet
         ({"death_delay_s": -1}, "death_delay_s must be at least 0, got -1"),
         ({"max_queued_requests": -1}, "max_queued_requests must be None or at least 0, got -1"),
         ({"mean_output_tokens": 0.5}, "mean_output_tokens must be at least 1, got 0.5"),
+        ({"dialect": "tgi"}, "dialect must be one of sglang, vllm, got 'tgi'"),
         ({"version": "new"}, "version must be a version .*, got 'new'"),
         ({"routed_experts": (2, 9, 8)}, "routed_experts must be .*, got \\(2, 9, 8\\)"),
     ],
@@ -42,6 +43,16 @@ def test_settings_travel_as_json() -> None:
     assert config.release == (0, 5, 9)
     with pytest.raises(ValueError, match="unknown settings: speed"):
         SimConfig.from_json('{"speed": 1}')
+
+
+def test_what_is_not_given_is_the_real_engines_own() -> None:
+    """Each dialect has other defaults; a version may leave its last number out."""
+    sglang, vllm = SimConfig(), SimConfig(dialect="vllm")
+    assert (sglang.version, sglang.report_interval, sglang.load_publish_interval) == ("0.5.23", 50, 15)
+    assert (vllm.version, vllm.report_interval, vllm.load_publish_interval) == ("0.33.0", 1, 1)
+    assert SimConfig(dialect="vllm", version="0.16").version == "0.16.0"
+    assert SimConfig.from_json(vllm.to_json()) == vllm
+    assert SimConfig.from_json("{}", dialect="vllm") == vllm
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 from .kit import Caller, Reply
@@ -32,6 +34,10 @@ class VllmCaller(Caller):
     def complete(self, prompt: Any, **fields: Any) -> Reply:
         """Makes a completion."""
         return self.post(COMPLETIONS, {"prompt": prompt, **fields})
+
+    def wire(self, body: Any, headers: Mapping[str, str]) -> AbstractContextManager[socket.socket]:
+        """Sends a generation and yields its socket, which is closed at the end."""
+        return self.sent(GENERATE, body, headers)
 
     def abort(self, *ids: str) -> int:
         """Aborts by the engine's own ids, or all; returns how many it says it did."""
