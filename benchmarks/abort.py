@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it k
 from benchmarks.harness.benchmark import Benchmark, Column
 from benchmarks.harness.cases import Tell
 from benchmarks.harness.figures import Row, Verdict, at_most, cases_of, find
-from benchmarks.harness.options import Common, Form, chosen_peers
+from benchmarks.harness.options import Common, Form
 from benchmarks.harness.process import run_fresh
 from benchmarks.peers import OURS
 from rolloutsync.sim import SimFleet
@@ -55,7 +55,7 @@ def defaults(form: Form) -> Options:
 def run(options: Options, common: Common, tell: Tell) -> list[Row]:
     """See ``Benchmark``."""
     case = f"{options.threads} in flight on {options.engines} engines"
-    rows = {who: Row(NAME, case, who) for who in chosen_peers(common, (OURS, PLAIN), OURS)}
+    rows = {who: Row(NAME, case, who) for who in ((OURS,) if common.compare is False else (OURS, PLAIN))}
     running = -(-options.threads // options.engines)
     with SimFleet(options.engines, max_running_requests=running, tokens_per_second=options.speed) as fleet:
         for turn in range(common.repeats):

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it knows only its own folder
 
 from benchmarks.harness.benchmark import Benchmark, Column
-from benchmarks.harness.cases import Case, Limits, Tell, engines_of
+from benchmarks.harness.cases import Case, Tell, engines_of
 from benchmarks.harness.figures import Row, Verdict, at_most
 from benchmarks.harness.options import Common, Form, chosen_peers
 from benchmarks.harness.process import run_fresh
@@ -75,23 +75,18 @@ def run(options: Options, common: Common, tell: Tell) -> list[Row]:
 
 def make_cases(options: Options, common: Common) -> list[tuple[str, Case]]:
     """What samples keep by all clients; the step and its peak by ours alone; threads in flight."""
-    large, once = shape_of(options.megabytes), 1 if common.form is not Form.FULL else common.repeats
-    everyone = chosen_peers(common, (OURS, AIOHTTP, HTTPX, RAW), OURS)
-    none = {HTTPX, RAW} if common.form is Form.QUICK else {HTTPX}  # it needs minutes to have so many in flight
-    flying = tuple(peer for peer in everyone if peer not in none)
-    wait_s = _STARTS_S if options.threads > 512 else 1.0
-    spared = {} if common.form is Form.FULL else {peer: Limits(repeats=1) for peer in (AIOHTTP, HTTPX, RAW)}
+    full, large = common.form is Form.FULL, shape_of(options.megabytes)
+    keep = chosen_peers(common, (OURS, AIOHTTP, HTTPX, RAW) if full else (OURS, AIOHTTP), OURS)
+    flying = chosen_peers(common, (OURS, AIOHTTP, RAW) if full else (OURS,), OURS)  # httpx would need minutes
+    repeats, wait_s = common.repeats if full else 1, _STARTS_S if options.threads > 512 else 1.0
     return [
-        (
-            KEEP,
-            _case(f"keep {options.compared} samples", large, options.compared, everyone, common.repeats, spared=spared),
-        ),
-        (STEP, _case(f"step of {options.samples} samples", large, options.samples, (OURS,), once)),
-        (THREADS, _case(f"{options.threads} in flight", Shape(), options.threads, flying, once, engine_s=wait_s)),
+        (KEEP, _case(f"keep {options.compared} samples", large, options.compared, keep, repeats)),
+        (STEP, _case(f"step of {options.samples} samples", large, options.samples, (OURS,), repeats)),
+        (THREADS, _case(f"{options.threads} in flight", Shape(), options.threads, flying, repeats, wait_s)),
     ]
 
 
-def _case(label: str, shape: Shape, requests: int, peers: Sequence[str], repeats: int, **rest: Any) -> Case:
+def _case(label: str, shape: Shape, requests: int, peers: Sequence[str], repeats: int, engine_s: float = 0.0) -> Case:
     return Case(
         label=label,
         shape=shape,
@@ -100,7 +95,7 @@ def _case(label: str, shape: Shape, requests: int, peers: Sequence[str], repeats
         peers=peers,
         repeats=repeats,
         engines=4,
-        **rest,
+        engine_s=engine_s,
     )
 
 
@@ -109,11 +104,11 @@ def _run_case(kind: str, case: Case, tell: Tell) -> list[Row]:
     with engines_of(case) as urls:
         for turn in range(case.repeats):
             for peer, row in rows.items():
-                if turn >= (case.limits(peer).repeats or case.repeats):
-                    continue
                 tell(f"{NAME}: {case.label}: {peer}, run {turn + 1} of {case.repeats}")
                 spec = {"kind": kind, "work": asdict(case.work(peer, urls))}
-                variables = {"PYTHONMALLOC": "malloc"} if kind == KEEP else {}  # so that its books are complete
+                variables: dict[str, Any] = (
+                    {"PYTHONMALLOC": "malloc"} if kind == KEEP else {}
+                )  # so that its books are complete
                 row.runs.append(run_fresh("benchmarks.harness.memory_window", json.dumps(spec), **variables))
     return list(rows.values())
 

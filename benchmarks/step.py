@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it knows only its own folder
 
@@ -55,14 +56,14 @@ def defaults(form: Form) -> Options:
     """See ``Benchmark``."""
     if form is Form.SMOKE:
         return Options(engines=2, running=8, speed=500.0, mean_tokens=32.0, tokens=64, groups=2, n=2, steps=1)
-    return Options(steps=1, groups=16, mean_tokens=128.0, tokens=512) if form is Form.QUICK else Options()
+    return Options(steps=1, groups=16, mean_tokens=128.0, tokens=512, speed=200.0) if form is Form.QUICK else Options()
 
 
 def run(options: Options, common: Common, tell: Tell) -> list[Row]:
     """See ``Benchmark``."""
     case = f"{options.steps} x {options.groups} groups of {options.n}, {options.engines} engines"
     row = Row(NAME, case, OURS)
-    config = {
+    config: dict[str, Any] = {
         "max_running_requests": options.running,
         "tokens_per_second": options.speed,
         "mean_output_tokens": options.mean_tokens,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it knows only its own folder
@@ -41,6 +41,7 @@ class Options:
     requests: int = field(default=8192, metadata={"help": "measured in each run, at least one for each in flight"})
     prompt_tokens: int = field(default=128, metadata={"help": "ids in each request"})
     tokens: int = field(default=40, metadata={"help": "in each answer, with logprobs"})
+    api_key: str = field(default="", metadata={"help": "of real engines"})
     url: tuple[str, ...] = field(default=(), metadata={"help": "real engines", "type": str})
 
 
@@ -66,8 +67,9 @@ def make_cases(options: Options, common: Common) -> list[Case]:
     pairs = [(threads, engine_s) for threads in options.threads for engine_s in options.engine_s]
     if options.url:
         pairs = [(threads, 0.0) for threads in options.threads]
-    elif common.form is Form.QUICK and len(pairs) == 2 * len(_THREADS):
-        pairs = [(64, 0.0), (2048, 1.0), (4096, 1.0)]
+    elif common.form is Form.QUICK and options == defaults(Form.QUICK):
+        few = _case(replace(options, requests=8192), common, 64, 0.0)
+        return [few, *(_case(options, common, threads, 1.0) for threads in (2048, 4096))]
     return [_case(options, common, threads, engine_s) for threads, engine_s in pairs]
 
 
@@ -81,6 +83,7 @@ def _case(options: Options, common: Common, threads: int, engine_s: float) -> Ca
         engines=options.engines,
         engine_s=engine_s,
         urls=options.url,
+        api_key=options.api_key,
         peers=_peers(options, common, threads),
         repeats=common.repeats,
         spared=_spared(common, threads),
@@ -102,7 +105,7 @@ def _spared(common: Common, threads: int) -> dict[str, Limits]:
     """What is many times slower needs fewer requests for a figure as good; a wave is the least."""
     if common.form is Form.FULL:
         return {HTTPX: Limits(requests=threads)} if threads >= _MANY else {}
-    slow = Limits(requests=max(threads, 1024), warmup=64, repeats=1)
+    slow = Limits(requests=max(threads, 512), warmup=64, repeats=1)
     return {HTTPX: slow, REQUESTS: slow, **({RAW: Limits(repeats=1)} if threads >= _MANY else {})}
 
 

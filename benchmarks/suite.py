@@ -25,7 +25,8 @@ from rich.console import Console
 from benchmarks.harness.benchmark import Benchmark
 from benchmarks.harness.facts import machine_facts
 from benchmarks.harness.figures import Row, Verdict
-from benchmarks.harness.options import Common, add_common, add_fields, read_common, read_fields
+from benchmarks.harness.options import Common, Form, add_common, add_fields, read_common, read_fields
+from benchmarks.harness.process import BenchmarkError
 from benchmarks.harness.tables import make_console, results_table, targets_table
 from benchmarks.peers import PEERS
 
@@ -68,15 +69,19 @@ def read(arguments: Sequence[str]) -> tuple[Common, list[tuple[Benchmark, Any]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, print, write. 1 if a script did not work; targets that are not met are told, and are no failure."""
+    """Run, print, write. 1 if a client or a server did not work; a target that is not met is no failure."""
     common, plans = read(sys.argv[1:] if arguments is None else arguments)
     console = make_console()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
     for benchmark, options in plans:
-        measured = _run(benchmark, options, common, console)
+        try:
+            measured = _run(benchmark, options, common, console)
+        except BenchmarkError as error:
+            print(error, file=sys.stderr)
+            return 1
         rows += measured
-        verdicts += benchmark.judge(measured)
+        verdicts += [] if common.form is Form.SMOKE else benchmark.judge(measured)
     if verdicts:
         console.print(targets_table(verdicts))
     _write(common, rows, verdicts)

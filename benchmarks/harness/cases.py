@@ -44,6 +44,7 @@ class Case:
         engines: Of the load server.
         engine_s: Seconds from a request to its answer there.
         urls: Real engines in place of the load server.
+        api_key: Of real engines.
         peers: That run.
         repeats: Of each.
         spared: By client.
@@ -59,6 +60,7 @@ class Case:
     engines: int = 1
     engine_s: float = 0.0
     urls: Sequence[str] = ()
+    api_key: str = ""
     spared: Mapping[str, Limits] = field(default_factory=dict)
 
     def limits(self, peer: str) -> Limits:
@@ -71,6 +73,7 @@ class Case:
         return Work(
             peer=peer,
             urls=urls,
+            api_key=self.api_key,
             threads=self.threads,
             requests=max(self.threads, limits.requests or self.requests),
             seconds=self.seconds,

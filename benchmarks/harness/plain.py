@@ -28,6 +28,10 @@ class Control:
         answer = self._connection.getresponse().read()
         return json.loads(answer) if answer.strip() else None
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
     def running(self) -> tuple[int, int]:
         """(running, waiting) by the engine's own word."""
         ranks = self.call("GET", "/v1/loads")["loads"]

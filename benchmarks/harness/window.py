@@ -41,6 +41,8 @@ def measure(work: Work, peer: Peer) -> Measurement:
     """Warm up, then measure."""
     idle = memory_bytes()
     rate = warm_up(work, peer)
+    if work.seconds:
+        rate = warm_up(work, peer)  # the first was slowed by its connects
     count = max(work.threads, round(rate * work.seconds)) if work.seconds else work.requests
     prompts = work.prompts(count)
     forget_peak()

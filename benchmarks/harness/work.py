@@ -55,6 +55,7 @@ class Work:
         seconds: Measure about this long instead, by the rate of the warm-up; 0 for ``requests``.
         warmup: Requests before; None for as many as are in flight.
         shape: Of requests and answers.
+        api_key: Sent as a bearer token, if given.
         checked: Whether answers must have exactly the shape; real engines give what they give.
     """
 
@@ -66,6 +67,14 @@ class Work:
     warmup: int | None = None
     shape: Shape = Shape()
     checked: bool = True
+    api_key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        return {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        )
 
     def to_json(self) -> str:
         """For ``from_json`` in the other process."""

@@ -10,8 +10,6 @@ import orjson
 from benchmarks.harness.work import Work
 from benchmarks.peers.loop import AsyncPeer
 
-_HEADERS = {"Content-Type": "application/json"}
-
 
 class AiohttpPeer(AsyncPeer):
     """See the module."""
@@ -27,7 +25,7 @@ class AiohttpPeer(AsyncPeer):
 
     async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         """See ``AsyncPeer``."""
-        async with self._session.post(url, data=orjson.dumps(body), headers=_HEADERS) as response:
+        async with self._session.post(url, data=orjson.dumps(body), headers=self._work.headers) as response:
             response.raise_for_status()
             answer: dict[str, Any] = orjson.loads(await response.read())
             return answer

@@ -25,7 +25,7 @@ class HttpxPeer(AsyncPeer):
     async def open(self) -> None:
         """See ``AsyncPeer``."""
         limits = httpx.Limits(max_connections=self._work.threads)
-        self._client = httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None))
+        self._client = httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(None), headers=self._work.headers)
 
     async def shut(self) -> None:
         """See ``AsyncPeer``."""

@@ -17,7 +17,9 @@ class Ours:
     def __init__(self, work: Work) -> None:
         self._work = work
         in_flight = max(1, -(-work.threads // len(work.urls)))
-        self._client = RolloutClient(work.urls, engine_concurrency=in_flight, progress=False)
+        self._client = RolloutClient(
+            work.urls, engine_concurrency=in_flight, api_key=work.api_key or None, progress=False
+        )
 
     def run(self, prompts: Sequence[list[int]]) -> list[Answer]:
         """See ``Peer``."""

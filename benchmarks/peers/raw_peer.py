@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
@@ -88,7 +88,7 @@ class RawPeer:
     def _worker(self, url: str, number: int) -> None:
         queue = self._queues[number % len(self._queues)]
         parts = urlsplit(url)
-        head = f"POST /generate HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\nContent-Length: "
+        head = request_head(parts.netloc, parts.path, self._work.headers)
         sock: socket.socket | None = None
         while (call := queue.get()) is not None:
             place, _, body, wave = call
@@ -100,6 +100,12 @@ class RawPeer:
             del call, wave  # else it would keep all answers while it waits for the next request
         if sock is not None:
             sock.close()
+
+
+def request_head(host: str, prefix: str, headers: Mapping[str, str]) -> str:
+    """Of every request, up to the value of its Content-Length."""
+    lines = [f"POST {prefix}/generate HTTP/1.1", f"Host: {host}", *(": ".join(pair) for pair in headers.items())]
+    return "\r\n".join([*lines, "Content-Length: "])
 
 
 def connect(host: str, port: int) -> socket.socket:

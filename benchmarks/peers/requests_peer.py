@@ -20,6 +20,7 @@ class RequestsPeer:
         self._work = work
         self._pool = ThreadPoolExecutor(work.threads)
         self._session = requests.Session()
+        self._session.headers.update(work.headers)
         self._session.mount("http://", HTTPAdapter(pool_connections=len(work.urls), pool_maxsize=work.threads))
 
     def run(self, prompts: Sequence[list[int]]) -> list[Answer]:
