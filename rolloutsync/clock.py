@@ -17,9 +17,7 @@ class Ticking(Protocol):
 class Clock:
     """The real clock. Tests pass one of their own. Thread-safe."""
 
-    def monotonic(self) -> float:
-        """Seconds since some fixed point; never goes back."""
-        return time.monotonic()
+    monotonic = staticmethod(time.monotonic)  # seconds since some fixed point; asked a dozen times for each sample
 
     def wall(self) -> float:
         """Seconds since the epoch, for people; steps when the host's clock is set."""
@@ -42,30 +40,30 @@ class ActiveTime:
 
     def __init__(self, clock: Ticking) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # guards: _holds, _held_since, _lost. Never held across a wait.
+        self._lock = threading.Lock()  # guards: _holds, and changes of _state. Never held across a wait.
         self._holds = 0
-        self._held_since = 0.0
-        self._lost = 0.0
+        # (since when it is held or None, seconds spent held before): replaced as a whole, so read without the lock
+        self._state: tuple[float | None, float] = (None, 0.0)
 
     def monotonic(self) -> float:
         """Seconds, less all the time spent held."""
-        with self._lock:
-            now = self._held_since if self._holds else self._clock.monotonic()
-            return now - self._lost
+        held_since, lost = self._state
+        return (self._clock.monotonic() if held_since is None else held_since) - lost
 
     def hold(self) -> None:
         """Stop; call ``release`` once for each hold."""
         with self._lock:
             if self._holds == 0:
-                self._held_since = self._clock.monotonic()
+                self._state = (self._clock.monotonic(), self._state[1])
             self._holds += 1
 
     def release(self) -> None:
         """Run on, once every hold is released."""
         with self._lock:
             self._holds -= 1
-            if self._holds == 0:
-                self._lost += self._clock.monotonic() - self._held_since
+            held_since, lost = self._state
+            if self._holds == 0 and held_since is not None:
+                self._state = (None, lost + self._clock.monotonic() - held_since)
 
 
 class Deadline:

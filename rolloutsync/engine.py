@@ -66,14 +66,17 @@ class Engine:
         call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank)
         with self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh) as reply:
             try:
-                self._check_status(call, reply, rid)
-                answer = self._json(call, reply, self.dialect.large_fields(prompt))
-                dtype = self._config.routed_experts_dtype
-                return self.dialect.decode_generate(answer, prompt, rid, self.facts, dtype)
+                with self._transport.turn_for(reply):
+                    return self._decode(call, reply, prompt, rid)
             except ProtocolError as error:
                 reply.distrust()
                 error.engine, error.rid = self.url, rid
                 raise
+
+    def _decode(self, call: Call, reply: Reply, prompt: Prompt, rid: str) -> Segment:
+        self._check_status(call, reply, rid)
+        answer = self._json(call, reply, self.dialect.large_fields(prompt))
+        return self.dialect.decode_generate(answer, prompt, rid, self.facts, self._config.routed_experts_dtype)
 
     def cut(self, reason: Cut, *, rid: str | None = None) -> int:
         """Shut the sockets of our generates here (of one rid, or all), which wakes their threads."""

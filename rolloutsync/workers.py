@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutsync.workers")
 _IDLE_EXIT_S = 10.0
+_WOKEN = 8
 
 
 class Workers:
@@ -79,7 +80,7 @@ class Workers:
             self._ledger.admit(orders)
             for (job, priority), line in lines.items():
                 self._waiting.put(line, job=job, priority=priority)
-            self._changed.notify(len(orders))
+            self._changed.notify(min(len(orders), _WOKEN))
         self.grow()
 
     def lend(self, order: Order) -> Sample:
@@ -150,7 +151,10 @@ class Workers:
                     self._clock.wait(self._changed, until.remaining())
                 finally:
                     self._idle -= 1
-            return self._waiting.pop()
+            work = self._waiting.pop()
+            if self._waiting and self._idle:
+                self._changed.notify()  # one wakes the next: thousands woken at once would crowd the interpreter
+            return work
 
     def _make(self, order: Order) -> Sample:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -330,6 +331,7 @@ def positive(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
+@functools.lru_cache(maxsize=256)
 def version_tuple(version: str | None) -> tuple[int, ...]:
     """``"0.5.10.post2"`` and ``"0.5.10rc1"`` as (0, 5, 10); empty where unknown, which sorts before every version."""
     numbers: list[int] = []

@@ -24,6 +24,10 @@ _DECODED = frozenset(
 )
 
 
+_FEW = 512  # numbers, for which Python's own loops are faster than a call into numpy's more distant parts
+_LEAST = -1e38  # well within float32
+
+
 class _Answer:
     """One answer object with typed access to its parts."""
 
@@ -100,7 +104,7 @@ def decode(
 def _rest(meta: dict[str, Any]) -> dict[str, Any]:
     """What nobody has decoded, as sent; but ``indexer_topk`` as flat int32, where it is base64 of that."""
     rest = {key: value for key, value in meta.items() if key not in _DECODED}
-    if isinstance(topk := rest.get("indexer_topk"), (str, bytes)):
+    if "indexer_topk" in rest and isinstance(topk := rest["indexer_topk"], (str, bytes)):
         try:
             rest["indexer_topk"] = decode_experts(topk)
         except ValueError as error:
@@ -172,9 +176,11 @@ def _logprobs(answer: _Answer, ids: IntArray) -> FloatArray | None:
 
 def _floats(numbers: list[Any]) -> tuple[FloatArray, bool]:
     """As float32, None as NaN and what is beyond as infinite; and whether all are surely finite (cheap, not exact)."""
+    if len(numbers) <= _FEW and set(map(type, numbers)) == {float} and sum(numbers) > _LEAST and max(numbers) <= 0.0:
+        return np.array(numbers, np.float32), True
     with np.errstate(over="ignore"):
         values = np.fromiter(numbers, np.float32, len(numbers))
-        return values, math.isfinite(values.dot(values))
+        return values, math.isfinite(np.add.reduce(values))
 
 
 def _length(rows: Any) -> str:

@@ -6,10 +6,12 @@ import errno
 import http.client
 import ipaddress
 import os
+import queue
 import resource
 import select
 import socket
 import threading
+from collections import deque
 from typing import TYPE_CHECKING, Any, cast
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -324,8 +326,35 @@ class TrackedHTTPSConnection(_Tracked, HTTPSConnection):
     _speaks_tls = True
 
 
+class _Stack(queue.LifoQueue[Any]):
+    """A queue that never blocks, for pools that never do, without locks: each step is atomic."""
+
+    def __init__(self, maxsize: int = 0) -> None:
+        super().__init__(maxsize)
+        self._items: deque[Any] = deque()
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:  # noqa: ARG002
+        """Put on top; ``Full`` if there is no room, which two at once may exceed by one."""
+        if len(self._items) >= self.maxsize:
+            raise queue.Full
+        self._items.append(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ARG002
+        """Take from the top; ``Empty`` if nothing is there."""
+        try:
+            return self._items.pop()
+        except IndexError:
+            raise queue.Empty from None
+
+    def qsize(self) -> int:
+        """How many there are."""
+        return len(self._items)
+
+
 class _Lending(HTTPConnectionPool):
     """What both pools share: their two private methods under public names, pinned by a test."""
+
+    QueueCls = _Stack
 
     def lend(self) -> _Tracked:
         """A connection claimed for this thread's exchange, connected or not; to be given back in any case."""

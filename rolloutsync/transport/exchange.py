@@ -31,6 +31,8 @@ class Lane(str, Enum):
     DATA = "data"
     CONTROL = "control"
 
+    __hash__ = str.__hash__  # the enum's own takes a microsecond, and these are keys of each request
+
 
 class CutError(OSError):
     """Raised inside the connection when the exchange was cut before it had a socket to shut down."""

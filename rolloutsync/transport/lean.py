@@ -30,15 +30,11 @@ _MOST_ROUTES = 4096  # kept; control(path) makes one for each path
 _FIRST_READ = 1 << 16
 _LARGEST_HEAD = 1 << 16
 _LARGE_REQUEST = 1 << 16  # bytes; a larger one is sent in pieces, in case that the answer comes early
-_STATUS = re.compile(rb"HTTP/1\.1 ([2-5]\d\d)[ \r]")
+_MOST_FORMS = 1024
+_STATUS = re.compile(rb"http/1\.1 ([2-5]\d\d)[ \r]")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*(?=\r\n)")
-_UNUSUAL = re.compile(
-    rb"\r\n[ \t]"  # a folded line
-    rb"|(?<!\r)\n"
-    rb"|\r\ntransfer-encoding[ \t]*:"
-    rb"|\r\ncontent-encoding[ \t]*:"
-    rb"|\r\nconnection[ \t]*:(?![ \t]*keep-alive[ \t]*\r\n)"
-)
+_UNUSUAL = (b"\r\n ", b"\r\n\t", b"transfer-encoding", b"content-encoding", b"\r\nconnection")
+_KEEPS_ALIVE = b"\r\nconnection: keep-alive\r\n"
 _NO_BODY = {204, 304}
 
 
@@ -71,7 +67,7 @@ class LeanPath:
         self._session = session
         self._adapter = adapter
         self._shared = shared
-        self._routes: dict[tuple[Any, ...], Route] = {}
+        self._routes: dict[tuple[str, str, Lane], tuple[Any, Route]] = {}
 
     def route(self, method: str, url: str, headers: Mapping[str, str], lane: Lane) -> Route | None:
         """The route of a request; None where only requests itself can make it.
@@ -83,9 +79,11 @@ class LeanPath:
             return None
         if session.get_adapter(url) is not self._adapter or (self._shared and not self._is_plain()):
             return None
-        own = tuple(session.headers.items()) if self._shared else ()
-        key = (method, url, lane, *headers.items(), *own)
-        return self._routes.get(key) or self._learn(key, method, url, headers)
+        given = (headers, tuple(session.headers.items())) if self._shared else (headers,)
+        known = self._routes.get((method, url, lane))
+        if known is not None and known[0] == given:
+            return known[1]
+        return self._learn(method, url, headers, lane, given)
 
     def _is_plain(self) -> bool:
         """Whether the session does nothing to a request but to add headers."""
@@ -93,7 +91,7 @@ class LeanPath:
         hooks = any(session.hooks.values())
         return session.verify is not False and not (session.auth or session.params or session.proxies or hooks)
 
-    def _learn(self, key: tuple[Any, ...], method: str, url: str, headers: Mapping[str, str]) -> Route | None:
+    def _learn(self, method: str, url: str, headers: Mapping[str, str], lane: Lane, given: Any) -> Route | None:
         """Let requests prepare the request once, as it would each time, with its checks of URL and headers."""
         request = requests.Request(method, url, headers=dict(headers), data=b"")
         prepared = self._session.prepare_request(request)
@@ -106,7 +104,8 @@ class LeanPath:
         head = "\r\n".join([*lines, ""]).encode("latin-1")
         if len(self._routes) >= _MOST_ROUTES:
             self._routes.clear()
-        route = self._routes[key] = Route(pool, head)
+        route = Route(pool, head)
+        self._routes[method, url, lane] = given, route
         return route
 
 
@@ -174,15 +173,32 @@ def _read_head(sock: Any, exchange: Exchange) -> tuple[bytes, int]:
 
 def _usual_form(seen: bytes, end: int) -> tuple[int, int] | None:
     """(status, length of the body) of an answer whose head says no more than that; None for any other."""
-    status = _STATUS.match(seen)
-    if end == 0 or status is None:
+    if end == 0:
         return None
     head = seen[: end - 2].lower()
-    lengths = _LENGTH.findall(head)
-    if len(lengths) != 1 or head.count(b"content-length") != 1 or _UNUSUAL.search(head):
+    form = head.translate(None, b"0123456789")  # heads of one server are alike but for digits
+    usual = _known_forms.get(form)
+    if usual is None:
+        usual = _learn_form(form)
+    length = _LENGTH.search(head) if usual else None
+    status = _STATUS.match(head)
+    if length is None or status is None or (number := int(status[1])) in _NO_BODY:
         return None
-    number = int(status[1])
-    return None if number in _NO_BODY else (number, int(lengths[0]))
+    return number, int(length[1])
+
+
+_known_forms: dict[bytes, bool] = {}
+
+
+def _learn_form(form: bytes) -> bool:
+    """Whether a head, given without digits, says no more than how long the body is."""
+    lines = form.replace(_KEEPS_ALIVE, b"\r\n", 1)
+    once = lines.count(b"\r\ncontent-length:") == lines.count(b"content-length") == 1
+    usual = once and lines.count(b"\n") == lines.count(b"\r\n") and not any(word in lines for word in _UNUSUAL)
+    if len(_known_forms) >= _MOST_FORMS:
+        _known_forms.clear()
+    _known_forms[form] = usual
+    return usual
 
 
 def _read_rest(sock: Any, start: bytes, length: int) -> bytearray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +22,13 @@ from rolloutsync.transport.session import LaneAdapter, make_session, socket_opti
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from rolloutsync.clock import Clock, Deadline
     from rolloutsync.config import Timeouts
 
 _CONNECTS_AT_ONCE = {Lane.DATA: 56, Lane.CONTROL: 8}  # for each engine; a control call waits for no generate
+_NO_TURN = contextlib.nullcontext()
 _FOREIGN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
 
@@ -85,6 +89,7 @@ class Transport:
         self._lean = LeanPath(self._session, self._adapter, shared=session is not None)
         self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
         self._budget = BodyBudget(budget_bytes, clock)
+        self._turn: AbstractContextManager[object] = threading.Lock() if _one_at_a_time() else _NO_TURN
         self._lock = threading.Lock()  # guards: _connects
         self._connects: dict[tuple[str, Lane], threading.BoundedSemaphore] = {}
 
@@ -190,6 +195,14 @@ class Transport:
             raise
         return Answer(response.status_code, response.headers, content or b"", size)
 
+    def turn_for(self, reply: Reply) -> AbstractContextManager[object]:
+        """Where to decode a reply: small ones one after the other.
+
+        The interpreter runs one thread at a time anyway. Hundreds that all have an answer would wait for their turn in
+        the interpreter itself, which wakes each of them every 5 ms to look; who waits for a lock sleeps.
+        """
+        return self._turn if len(reply.body) < LARGE_BYTES else _NO_TURN
+
     def _timeouts_of(self, made: Exchange, url: str) -> tuple[float, float | None]:
         """(connect, read); an adapter that is not ours knows nothing of cuts, so its reads must end by themselves."""
         ours = self._session.get_adapter(url) is self._adapter
@@ -241,6 +254,11 @@ class Transport:
     def abandon(self) -> None:
         """In a forked child: let go of everything inherited."""
         self._registry.abandon()
+
+
+def _one_at_a_time() -> bool:
+    """Whether this interpreter runs one thread at a time; a free-threaded one does not."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def _phase_of(made: Exchange, error: BaseException) -> Phase:
