@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import requests
 
@@ -24,11 +25,10 @@ LOOPBACK = "127.0.0.1"
 READY_TIMEOUT_S = 60.0
 GRACE_S = 5.0
 LISTEN = "0A"
+BOOTSTRAP_PORT = "8998"  # of a prefill engine, told on to the one that decodes; nothing listens there
 # Each failure must show, and a restarted engine count again as soon as it is healthy.
-FLAGS = (
-    *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
-    *("--health-check-interval-secs", "1", "--worker-startup-check-interval", "1"),
-)
+QUICK = ("--health-check-interval-secs", "1", "--worker-startup-check-interval", "1")
+FLAGS = ("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker", *QUICK)
 
 
 def ensure(report: Report) -> Path:
@@ -57,12 +57,18 @@ class Router:
 
     Args:
         python: The interpreter of its environment.
-        workers: Base URLs of the engines.
+        workers: Base URLs of the engines; in a disaggregated fleet, of those that decode.
+        prefill: Base URLs of the engines that prefill; any makes the fleet a disaggregated one.
+        flags: Its policy, and how fast it notices things; `FLAGS` where nothing else matters.
     """
 
-    def __init__(self, python: Path, workers: Sequence[str]) -> None:
+    def __init__(
+        self, python: Path, workers: Sequence[str], *, prefill: Sequence[str] = (), flags: Sequence[str] = FLAGS
+    ) -> None:
         self._python = python
-        self._workers = workers
+        self._expected = {*workers, *prefill}
+        self._fleet = _fleet(workers, prefill)
+        self._flags = flags
         self.session = requests.Session()
         self.session.trust_env = False
         self.session.headers["Connection"] = "close"
@@ -76,7 +82,7 @@ class Router:
         command = [str(self._python), "-m", "sglang_router.launch_router", *address, "--prometheus-port", str(metrics)]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*command, *FLAGS, "--worker-urls", *self._workers],
+                [*command, *self._flags, *self._fleet],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -95,7 +101,7 @@ class Router:
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while self.healthy() != set(self._workers):
+        while {url.partition("@")[0] for url in self.healthy()} != self._expected:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise KitError(f"the router did not get ready; the end of {self._log}:\n{tail(self._log)}")
             time.sleep(0.05)
@@ -113,16 +119,39 @@ class Router:
     def healthy(self) -> set[str]:
         """The engines that it would send to now; none if it does not answer."""
         try:
-            answer = self.session.get(f"{self.url}/workers", timeout=5)
+            return {worker["url"] for worker in self.workers() if worker["is_healthy"]}
         except requests.RequestException:
             return set()
-        workers = answer.json()["workers"] if answer.status_code == 200 else []
-        return {worker["url"] for worker in workers if worker["is_healthy"]}
+
+    def workers(self) -> list[dict[str, Any]]:
+        """What it lists; with `--dp-aware` there is one entry for each rank, `url@rank`."""
+        answer = self.session.get(f"{self.url}/workers", timeout=5)
+        answer.raise_for_status()
+        found: list[dict[str, Any]] = answer.json()["workers"]
+        return found
+
+    def add(self, url: str) -> str:
+        """Asks it to take an engine in, which it does later, and returns the id that the engine has there."""
+        answer = self.session.post(f"{self.url}/workers", json={"url": url}, timeout=5)
+        assert answer.status_code == 202, answer.text
+        return str(answer.json()["worker_id"])
+
+    def remove(self, worker_id: str) -> None:
+        """Asks it to forget an engine."""
+        answer = self.session.delete(f"{self.url}/workers/{worker_id}", timeout=5)
+        assert answer.status_code == 202, answer.text
 
     def listening(self) -> set[tuple[str, int]]:
         """Address and port of every socket on which the process listens."""
         files = Path(f"/proc/{self._process.pid}/fd").iterdir()
         return _listeners({file.readlink().name for file in files if file.is_symlink()})
+
+
+def _fleet(workers: Sequence[str], prefill: Sequence[str]) -> list[str]:
+    if not prefill:
+        return ["--worker-urls", *workers]
+    first = [word for url in prefill for word in ("--prefill", url, BOOTSTRAP_PORT)]
+    return ["--pd-disaggregation", *first, *(word for url in workers for word in ("--decode", url))]
 
 
 def _listeners(sockets: set[str]) -> set[tuple[str, int]]:
