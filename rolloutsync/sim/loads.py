@@ -22,6 +22,7 @@ class Load:
     prefilled_tokens: int = 0
     prefill_busy_s: float = 0.0
     decode_steps: int = 0
+    retracted: int = 0
 
 
 class Snapshots:

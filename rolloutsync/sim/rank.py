@@ -34,7 +34,7 @@ class Rank:
         self.running: dict[int, SimRequest] = {}
         self.paused = False
         self.holding = False
-        self.retracted = 0
+        self._retracted = 0
         self.peak_running = 0
         self.busy_s = 0.0
         self._config = config
@@ -344,7 +344,7 @@ class Rank:
                 self._leave(request, at, ABORTED)
                 continue
             request.retractions += request.phase is Phase.RUNNING
-            self.retracted += request.phase is Phase.RUNNING
+            self._retracted += request.phase is Phase.RUNNING
             self.running.pop(request.serial, None)
             self._reserved -= len(request.prompt) + request.stream.limit
             request.stream.cut(request.count)
@@ -383,6 +383,7 @@ class Rank:
             prefilled_tokens=self._prefilled_tokens,
             prefill_busy_s=self._prefill_busy_s,
             decode_steps=int(self._decoded_s / self.step_s),
+            retracted=self._retracted,
         )
 
     def _publish_upto(self, at: float) -> None:

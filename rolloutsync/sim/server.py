@@ -15,9 +15,10 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rolloutsync.sim import controls, sglang_routes, simroutes, vllm_errors, vllm_routes
+from rolloutsync.sim import controls, sglang_routes, simroutes, vllm_routes
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.engine import Engine
 from rolloutsync.sim.replies import ApiError, json_response
@@ -42,18 +43,20 @@ def make_app(engine: Engine) -> ASGIApp:
     if isinstance(engine, VllmEngine):
         return FaultGate(_vllm_app(engine, table), engine)
     sglang_routes.add_routes(table)
-    app = Starlette(routes=table.routes, exception_handlers={ApiError: _api_error, HTTPException: _http_error})
-    return FaultGate(KeyCheck(app, _sglang_key(engine.config, table.guarded)), engine)
+    return FaultGate(KeyCheck(_starlette(table.routes), _sglang_key(engine.config, table.guarded)), engine)
 
 
 def _vllm_app(engine: VllmEngine, shared: Table[Engine]) -> ASGIApp:
     table = Table(engine)
     vllm_routes.add_routes(table)
-    handlers = {ApiError: _api_error, HTTPException: vllm_errors.http_error}
-    app: ASGIApp = Starlette(routes=[*shared.routes, *table.routes], exception_handlers=handlers)
+    app: ASGIApp = _starlette([*shared.routes, *table.routes])
     if engine.config.enable_request_id_headers:
         app = RequestIds(app)
     return KeyCheck(app, _vllm_key(engine.config))
+
+
+def _starlette(routes: list[BaseRoute]) -> Starlette:
+    return Starlette(routes=routes, exception_handlers={ApiError: _api_error, HTTPException: _http_error})
 
 
 def _sglang_key(config: SimConfig, guarded: set[str]) -> KeyOf:

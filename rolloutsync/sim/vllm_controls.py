@@ -10,18 +10,20 @@ from starlette.responses import Response
 
 from rolloutsync.sim.replies import json_response
 from rolloutsync.sim.vllm_engine import CORE_PAUSE_SINCE, MODES, VllmEngine
-from rolloutsync.sim.vllm_errors import invalid, plain_error
+from rolloutsync.sim.vllm_errors import Detail, invalid, not_among, plain_error
 
 MODES_SINCE = (0, 16, 0)
 SUCCESS_SINCE = (0, 26, 0)
 SLEEP_WORDS_SINCE = (0, 32, 0)
+NO_JSON = "JSON decode error: Expecting value: line 1 column 1 (char 0)"
+MAX_LEVEL = 2
 MEMORY = ("weights", "kv_cache")
 TRUE, FALSE = ("1", "true", "on", "t", "y", "yes"), ("0", "false", "off", "f", "n", "no")
 
 
 async def abort(engine: VllmEngine, request: Request) -> Response:
     """Answers `/abort_requests` of the developer mode: at once, and counts what it was told, not what it found."""
-    body = await _object(request, "Invalid JSON format")
+    body = await object_of(request, "Invalid JSON format")
     ids = body.get("request_ids")
     engine.ledger.saw_abort(ids or (), everything=not ids, ignored=False)
     count = len(ids) if ids else engine.abortable
@@ -34,7 +36,7 @@ async def abort(engine: VllmEngine, request: Request) -> Response:
 
 async def abort_scaled_out(engine: VllmEngine, request: Request) -> Response:
     """Answers `/inference/v1/abort_requests`: 200 and nothing else, whatever comes of it."""
-    body = await _object(request, "JSON decode error: Expecting value: line 1 column 1 (char 0)")
+    body = await object_of(request, NO_JSON)
     if (ids := body.get("request_ids")) is None:
         raise plain_error(400, "Missing 'request_ids' in request body")
     engine.ledger.saw_abort(ids, everything=False, ignored=False)
@@ -42,7 +44,12 @@ async def abort_scaled_out(engine: VllmEngine, request: Request) -> Response:
     return Response()
 
 
-async def _object(request: Request, no_json: str) -> dict[str, Any]:
+async def object_of(request: Request, no_json: str) -> dict[str, Any]:
+    """Returns the body of a call that reads it by itself.
+
+    Raises:
+        ApiError: It is no object, or in the words of `no_json` no JSON.
+    """
     try:
         body = orjson.loads(await request.body())
     except orjson.JSONDecodeError as error:
@@ -64,7 +71,7 @@ async def pause(engine: VllmEngine, request: Request) -> Response:
 def _mode(request: Request) -> str:
     mode = request.query_params.get("mode", "abort")
     if mode not in MODES:
-        raise invalid(("literal_error", "query.mode", "Input should be 'abort', 'wait' or 'keep'", mode))
+        raise invalid(not_among("query.mode", MODES, mode))
     return mode
 
 
@@ -79,7 +86,7 @@ def flag(request: Request, name: str, *, default: bool) -> bool:
         return default
     if text.lower() not in TRUE + FALSE:
         words = "Input should be a valid boolean, unable to interpret input"
-        raise invalid(("bool_parsing", f"query.{name}", words, text))
+        raise invalid(Detail("bool_parsing", f"query.{name}", words, text))
     return text.lower() in TRUE
 
 
@@ -99,13 +106,22 @@ async def is_paused(engine: VllmEngine, _: Request) -> Response:
 
 async def sleep(engine: VllmEngine, request: Request) -> Response:
     """Answers `/sleep`; what comes while it sleeps is queued."""
-    level = request.query_params.get("level", "1")
-    if level not in ("0", "1", "2"):
-        raise invalid(("int_parsing", "query.level", "Input should be in [0, 2]", level))
+    level = _level(request)
     await engine.thawed()
-    await engine.halt(_mode(request), clear_cache=level != "0")
-    engine.released |= set(MEMORY) if level != "0" else set()
-    return _words(engine, {"status": "sleeping", "level": int(level)})
+    await engine.halt(_mode(request), clear_cache=level > 0)
+    engine.released |= set(MEMORY) if level else set()
+    return _words(engine, {"status": "sleeping", "level": level})
+
+
+def _level(request: Request) -> int:
+    text = request.query_params.get("level", "1")
+    if not text.isdigit():
+        words = "Input should be a valid integer, unable to parse string as an integer"
+        raise invalid(Detail("int_parsing", "query.level", words, text))
+    if int(text) > MAX_LEVEL:
+        words = f"Input should be less than or equal to {MAX_LEVEL}"
+        raise invalid(Detail("less_than_equal", "query.level", words, text, {"le": MAX_LEVEL}))
+    return int(text)
 
 
 async def wake_up(engine: VllmEngine, request: Request) -> Response:

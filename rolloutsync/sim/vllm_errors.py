@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-
-from rolloutsync.sim.replies import ApiError, json_response
+from rolloutsync.sim.replies import ApiError
 
 KINDS = {
     400: "BadRequestError",
@@ -18,6 +16,36 @@ KINDS = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+
+
+@dataclass(frozen=True)
+class Detail:
+    """One thing that is wrong with a body or a query: its kind, place and message, what was there, more about it."""
+
+    kind: str
+    place: str
+    message: str
+    given: Any = None
+    more: Mapping[str, Any] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Returns it as the engine shows it."""
+        given = self.given
+        shown = f"<{type(given).__name__} of {len(given)} items>" if isinstance(given, list | dict) else str(given)
+        row = {"type": self.kind, "loc": self.place, "msg": self.message, "input": shown}
+        return row if self.more is None else row | {"ctx": dict(self.more)}
+
+
+def missing(place: str, given: Any = None) -> Detail:
+    """What is wrong where a field is not there."""
+    return Detail("missing", place, "Field required", given)
+
+
+def not_among(place: str, choices: tuple[str, ...], given: Any) -> Detail:
+    """What is wrong with a word that is none of the known ones."""
+    *most, last = (repr(choice) for choice in choices)
+    words = f"{', '.join(most)} or {last}"
+    return Detail("literal_error", place, f"Input should be {words}", given, {"expected": words})
 
 
 def error(status: int, message: str, *, kind: str | None = None, param: str | None = None) -> ApiError:
@@ -38,32 +66,9 @@ def plain_error(status: int, message: str) -> ApiError:
     return error(status, message, kind=HTTPStatus(status).phrase)
 
 
-def invalid(*details: tuple[str, str, str, Any], because: str | None = None) -> ApiError:
-    """What a body of the wrong shape is answered with.
-
-    Args:
-        details: Type, field, message and input of each thing that is wrong.
-        because: More about it, if there is more.
-    """
-    more = {} if because is None else {"ctx": {"error": because}}
-    rows = [
-        {"type": kind, "loc": field, "msg": message, "input": _shown(value), **more}
-        for kind, field, message, value in details
-    ]
-    lines = "".join(f"\n  {row}" for row in rows)
-    plural = "" if len(rows) == 1 else "s"
-    words = f"{len(rows)} validation error{plural}:{lines}"
-    return error(400, words, kind=HTTPStatus.BAD_REQUEST.phrase, param=details[0][1])
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, list | dict):
-        return f"<{type(value).__name__} of {len(value)} items>"
-    return value
-
-
-async def http_error(_: Request, exception: Exception) -> Response:
-    """Answers what no route takes."""
-    assert isinstance(exception, HTTPException)
-    answer = plain_error(exception.status_code, exception.detail)
-    return json_response(answer.body, answer.status, exception.headers)
+def invalid(*details: Detail) -> ApiError:
+    """What a body of the wrong shape is answered with; the first detail's place is the field that is named."""
+    lines = "".join(f"\n  {detail.row()}" for detail in details)
+    plural = "" if len(details) == 1 else "s"
+    words = f"{len(details)} validation error{plural}:{lines}"
+    return error(400, words, kind=HTTPStatus.BAD_REQUEST.phrase, param=details[0].place)

@@ -40,7 +40,7 @@ class VllmCollector(Collector):
         used = [load.used_tokens / capacity for load in loads]
         words = "KV-cache usage. 1 means 100 percent usage."
         yield self._gauge("kv_cache_usage_perc", words, used)
-        retracted = [rank.retracted for rank in engine.scheduler.ranks]
+        retracted = [load.retracted for load in loads]
         words = "Cumulative number of preemption from the engine."
         yield self._counter("num_preemptions", words, retracted)
         yield from self._totals()

@@ -6,20 +6,16 @@ Unknown ones are ignored, as the real engine does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rolloutsync.sim.replies import ApiError
 from rolloutsync.sim.sampling import Sampling
-from rolloutsync.sim.vllm_errors import bad_value, invalid
+from rolloutsync.sim.vllm_errors import Detail, bad_value, invalid
 
 DEFAULT_MAX_TOKENS = 16
-
-_INTEGERS = ("n", "top_k", "min_tokens", "routed_experts_prompt_start")
-_INTEGERS_OR_NULL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
-_NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +41,11 @@ def parse(given: Mapping[str, Any], where: str, *, nullable: bool) -> Params:
     Raises:
         ApiError: The answer that the engine gives instead.
     """
-    values = {key: value for key, value in given.items() if value is not None} if nullable else dict(given)
-    _check_types(values, where)
+    values, wrong = _coerced(given, where, nullable=nullable)
+    if wrong:
+        words = "Input should be an instance of SamplingParams"
+        whole = Detail("is_instance_of", where, words, dict(given), {"class": "SamplingParams"})
+        raise invalid(*([] if nullable else [whole]), *wrong)
     _check_ranges(values)
     return Params(
         sampling=_sampling(values),
@@ -59,11 +58,10 @@ def parse(given: Mapping[str, Any], where: str, *, nullable: bool) -> Params:
 
 
 def _sampling(values: Mapping[str, Any]) -> Sampling:
-    stop = values.get("stop") or ()
     return Sampling(
         min_new_tokens=values.get("min_tokens", 0),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=frozenset(values.get("stop_token_ids") or ()),
+        stop=tuple(values.get("stop", ())),
+        stop_token_ids=frozenset(values.get("stop_token_ids", ())),
         ignore_eos=values.get("ignore_eos", False),
         stop_ids_always=True,
         skip_special_tokens=values.get("skip_special_tokens", True),
@@ -72,32 +70,94 @@ def _sampling(values: Mapping[str, Any]) -> Sampling:
     )
 
 
-def _check_types(values: Mapping[str, Any], where: str) -> None:
-    wrong = [_wrong(name, value, where) for name, value in values.items()]
-    if found := [detail for detail in wrong if detail is not None]:
-        raise invalid(*found)
+def _coerced(given: Mapping[str, Any], where: str, *, nullable: bool) -> tuple[dict[str, Any], list[Detail]]:
+    """Returns the values as numbers where they are to be such, and what cannot be one."""
+    values, wrong = {}, []
+    for name, value in given.items():
+        if value is None and (nullable or name in _NULLABLE):
+            continue
+        try:
+            values[name] = COERCIONS[name](value) if name in COERCIONS else value
+        except WrongTypeError as problem:
+            wrong.append(problem.detail(f"{where}.{name}", value))
+    return values, wrong
 
 
-def _wrong(name: str, value: Any, where: str) -> tuple[str, str, str, Any] | None:
-    kind, path = type(value), f"{where}.{name}"
-    if name in _INTEGERS and kind is not int:
-        return "int_type", path, "Input should be a valid integer", value
-    if name in _INTEGERS_OR_NULL and kind not in (int, type(None)):
-        return "int_type", path, "Input should be a valid integer", value
-    if name in _NUMBERS and kind not in (int, float):
-        return "float_type", path, "Input should be a valid number", value
-    if name in _FLAGS and kind is not bool:
-        return "bool_type", path, "Input should be a valid boolean", value
-    if name == "stop_token_ids" and value is not None and not _all(value, int):
-        return "list_type", path, "Input should be a valid list", value
-    if name == "stop" and value is not None and kind is not str and not _all(value, str):
-        return "list_type", path, "Input should be a valid list", value
-    return None
+class WrongTypeError(Exception):
+    """A value cannot be what it should; `index` is that of the item which is to blame."""
+
+    def __init__(self, kind: str, message: str, index: int | None = None) -> None:
+        super().__init__(kind, message, index)
+        self.kind, self.message, self.index = kind, message, index
+
+    def detail(self, place: str, value: Any) -> Detail:
+        """Returns it as part of an answer."""
+        if self.index is None:
+            return Detail(self.kind, place, self.message, value)
+        return Detail(self.kind, f"{place}.{self.index}", self.message, value[self.index])
 
 
-def _all(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(item) is kind for item in value)
+def _integer(value: Any) -> int:
+    words = "Input should be a valid integer"
+    if isinstance(value, str):
+        if re.fullmatch(r"\s*[+-]?\d+\s*", value) is None:
+            raise WrongTypeError("int_parsing", f"{words}, unable to parse string as an integer")
+        return int(value)
+    if not isinstance(value, int | float) or value != int(value):
+        raise WrongTypeError("int_type", words)
+    return int(value)
 
+
+def _number(value: Any) -> float:
+    words = "Input should be a valid number"
+    if not isinstance(value, int | float | str):
+        raise WrongTypeError("float_type", words)
+    try:
+        return float(value)
+    except ValueError as problem:
+        raise WrongTypeError("float_parsing", f"{words}, unable to parse string as a number") from problem
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise WrongTypeError("bool_type", "Input should be a valid boolean")
+    return value
+
+
+def integers(value: Any) -> list[int]:
+    """Returns a list of whole numbers.
+
+    Raises:
+        WrongTypeError: It is no list, or one of its items is none.
+    """
+    if not isinstance(value, list):
+        raise WrongTypeError("list_type", "Input should be a valid list")
+    numbers: list[int] = []
+    try:
+        numbers.extend(map(_integer, value))
+    except WrongTypeError as problem:
+        raise WrongTypeError(problem.kind, problem.message, len(numbers)) from problem
+    return numbers
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise WrongTypeError("list_type", "Input should be a valid list")
+    return value
+
+
+COERCIONS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("n", "top_k", "min_tokens", "routed_experts_prompt_start"), _integer),
+    **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), _integer),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _number),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _number),
+    **dict.fromkeys(("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"), _flag),
+    "stop_token_ids": integers,
+    "stop": _strings,
+}
+_NULLABLE = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "stop", "stop_token_ids")
 
 Check = tuple[str, Callable[[Any], bool], str]
 # Field, what is good, the words for what is not.

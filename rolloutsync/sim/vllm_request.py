@@ -14,12 +14,11 @@ from rolloutsync.sim import vllm_params
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.tokenizer import Tokenizer
 from rolloutsync.sim.vllm_engine import VllmJob
-from rolloutsync.sim.vllm_errors import bad_value, error, invalid
+from rolloutsync.sim.vllm_errors import Detail, bad_value, error, invalid, missing
 from rolloutsync.sim.vllm_params import Params
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
-CHECKED_IDS = "prompt_token_ids"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +45,13 @@ def parse_generate(body: Any, headers: Headers, config: SimConfig, _: Tokenizer)
         ApiError: The answer that the engine gives instead.
     """
     body = _object(body)
-    _check_generate(body)
+    ids = _check_generate(body)
     _check_model(body, config)
     given = body["sampling_params"]
     params = vllm_params.parse(given, "body.sampling_params", nullable=False)
     if "max_tokens" not in given and config.release < (0, 22, 0):
         params = replace(params, max_tokens=vllm_params.DEFAULT_MAX_TOKENS)
-    return _call("generate-tokens", body, headers, config, params, [body["token_ids"]])
+    return _call("generate-tokens", body, headers, config, params, [ids])
 
 
 def parse_completion(body: Any, headers: Headers, config: SimConfig, tokenizer: Tokenizer) -> Call:
@@ -72,6 +71,7 @@ def parse_completion(body: Any, headers: Headers, config: SimConfig, tokenizer: 
     limit = body.get("max_tokens", vllm_params.DEFAULT_MAX_TOKENS)
     params = vllm_params.parse({**body, "max_tokens": limit}, "body", nullable=True)
     prompts = _prompts(prompt, tokenizer)
+    _check_room(prompts, config)
     if limit is not None and limit > config.context_length:
         words = f"max_tokens={limit} cannot be greater than max_model_len={config.context_length}."
         raise bad_value(f"{words} Please request fewer output tokens.", "max_tokens", limit)
@@ -87,36 +87,53 @@ def json_of(data: bytes) -> Any:
         ApiError: It is no JSON, or not there.
     """
     if not data:
-        raise invalid(("missing", "body", "Field required", None))
+        raise invalid(missing("body"))
     try:
         return json.loads(data)
     except ValueError as problem:
         place, words = getattr(problem, "pos", 0), getattr(problem, "msg", str(problem))
-        raise invalid(("json_invalid", f"body.{place}", "JSON decode error", {}), because=words) from problem
+        raise invalid(Detail("json_invalid", f"body.{place}", "JSON decode error", {}, {"error": words})) from problem
 
 
 def _object(body: Any) -> Mapping[str, Any]:
     if not isinstance(body, dict):
-        raise invalid(("model_attributes_type", "body", "Input should be a valid dictionary", body))
+        words = "Input should be a valid dictionary or object to extract fields from"
+        raise invalid(Detail("model_attributes_type", "body", words, body))
     return body
 
 
-def _check_generate(body: Mapping[str, Any]) -> None:
-    ids, params, wrong = body.get("token_ids"), body.get("sampling_params"), []
-    if not isinstance(ids, list):
-        words = "Field required" if "token_ids" not in body else "Input should be a valid list"
-        wrong.append(("missing" if "token_ids" not in body else "list_type", "body.token_ids", words, ids))
-    elif any(type(token) is not int for token in ids):
-        place = next(index for index, token in enumerate(ids) if type(token) is not int)
-        wrong.append(("int_type", f"body.token_ids.{place}", "Input should be a valid integer", ids[place]))
-    if not isinstance(params, dict):
-        missing = "sampling_params" not in body
-        words = "Field required" if missing else "Input should be a valid dictionary"
-        wrong.append(
-            ("missing" if missing else "dict_type", "body.sampling_params", words, body if missing else params)
-        )
+def _check_generate(body: Mapping[str, Any]) -> list[int]:
+    """Returns the prompt's ids."""
+    wrong, params = [], body.get("sampling_params")
+    ids: list[int] = []
+    if "token_ids" not in body:
+        wrong.append(missing("body.token_ids", body))
+    else:
+        ids, problem = _ids(body["token_ids"])
+        wrong += [] if problem is None else [problem]
+    if "sampling_params" not in body:
+        wrong.append(missing("body.sampling_params", body))
+    elif not isinstance(params, dict):
+        wrong.append(Detail("dict_type", "body.sampling_params", "Input should be a valid dictionary", params))
     if wrong:
         raise invalid(*wrong)
+    return ids
+
+
+def _ids(given: Any) -> tuple[list[int], Detail | None]:
+    """Returns token ids, also of strings that are numbers, or what is wrong with them."""
+    place = "body.token_ids"
+    try:
+        ids = vllm_params.integers(given)
+    except vllm_params.WrongTypeError as problem:
+        return [], problem.detail(place, given)
+    if not ids:
+        about = {"field_type": "List", "min_length": 1, "actual_length": 0}
+        return [], Detail("too_short", place, "List should have at least 1 item after validation, not 0", given, about)
+    if min(ids) < 0:
+        words = "token_ids must not contain negative values"
+        return [], Detail("value_error", place, f"Value error, {words}", given, {"error": ValueError(words)})
+    return ids, None
 
 
 def _check_model(body: Mapping[str, Any], config: SimConfig) -> None:
@@ -129,11 +146,24 @@ def _check_model(body: Mapping[str, Any], config: SimConfig) -> None:
 def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
     if isinstance(prompt, str):
         return [tokenizer.encode(prompt)]
+    if prompt == []:
+        raise bad_value("You must pass at least one prompt")
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return [prompt]
     if not isinstance(prompt, list) or not all(isinstance(item, str | list) for item in prompt):
-        raise invalid(("string_type", "body.prompt", "Input should be a valid string", prompt))
+        raise invalid(Detail("string_type", "body.prompt", "Input should be a valid string", prompt))
     return [tokenizer.encode(item) if isinstance(item, str) else item for item in prompt]
+
+
+def _check_room(prompts: list[list[int]], config: SimConfig) -> None:
+    """Completions refuse long prompts in words of their own."""
+    longest, most = max(map(len, prompts)), config.context_length
+    if longest > most:
+        words = f"This model's maximum context length is {most} tokens. However, your prompt contains {longest} input"
+        words += " tokens, which exceeds this limit even without any output tokens."
+        raise bad_value(f"{words} Please reduce the length of the input prompt.", "input_tokens", longest)
+    if longest == most:
+        raise bad_value("max_tokens must be at least 1, got 0.", "max_tokens", 0)
 
 
 def _call(
@@ -212,7 +242,8 @@ def _check_prompt(job: VllmJob, config: SimConfig) -> None:
         raise bad_value(f"{words} Make sure that `max_model_len` is no smaller than the number of text tokens.")
     if size == most:
         words = f"The decoder prompt (length {size}) plus the number of requested output tokens (at least 1) is longer"
-        raise bad_value(f"{words} than the maximum model length of {most}.")
+        words += f" than the maximum model length of {most}. Make sure that `max_model_len` is no smaller than the"
+        raise bad_value(f"{words} number of text tokens (prompt + requested output tokens).")
     if not 0 <= job.routed_start <= size:
         words = f"routed_experts_prompt_start must be between 0 and the prompt length ({size}), inclusive."
         raise bad_value(words, "routed_experts_prompt_start", job.routed_start)

@@ -9,12 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rolloutsync.sim.replies import json_response
-from rolloutsync.sim.vllm_controls import flag
+from rolloutsync.sim.vllm_controls import NO_JSON, flag, object_of
 from rolloutsync.sim.vllm_engine import VllmEngine
-from rolloutsync.sim.vllm_errors import error, invalid, plain_error
+from rolloutsync.sim.vllm_errors import Detail, error, invalid, missing, not_among, plain_error
 
 SESSION_SINCE = (0, 21, 0)
 CHECKED_SINCE = (0, 32, 0)
+ACTIONS = ("checksum", "reset", "compare")
 NAMES = ("model.embed_tokens.weight", "model.layers.0.weight", "lm_head.weight")
 
 
@@ -71,8 +72,10 @@ async def finish(engine: VllmEngine, request: Request) -> Response:
 async def set_version(engine: VllmEngine, request: Request) -> Response:
     """Answers `/update_weight_version`: a new label."""
     version = await _field(engine, request, "new_version")
+    if not isinstance(version, str):
+        raise invalid(Detail("string_type", "body.new_version", "Input should be a valid string", version))
     await engine.thawed()
-    _label(engine, str(version))
+    _label(engine, version)
     return json_response({"success": True, "new_version": version})
 
 
@@ -91,13 +94,15 @@ async def checker(engine: VllmEngine, request: Request) -> Response:
     """Answers `/weight_checker`."""
     action = await _field(engine, request, "action")
     baseline = orjson.loads(await request.body()).get("baseline")
+    if action not in ACTIONS:
+        raise invalid(not_among("body.action", ACTIONS, action))
     await engine.thawed()
     if action == "reset":
         engine.weights.load("reset")
         return json_response({"status": "reset"})
     if action == "compare" and baseline is None:
         raise plain_error(400, "action='compare' requires a 'baseline' object")
-    sums = {f"rank0/{name}": engine.weights.checksum(name) for name in NAMES}
+    sums = {f"dp0:pp0:pcp0:tp0:{name}": engine.weights.checksum(name) for name in NAMES}
     if action == "checksum":
         return json_response({"checksums": sums})
     wrong = sorted(name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name))
@@ -106,11 +111,12 @@ async def checker(engine: VllmEngine, request: Request) -> Response:
 
 async def collective_rpc(engine: VllmEngine, request: Request) -> Response:
     """Answers `/collective_rpc`: a method of every worker, of which the simulation has one that loads weights."""
-    method = await _field(engine, request, "method")
-    body = orjson.loads(await request.body())
+    body = await object_of(request, NO_JSON)
+    if (method := body.get("method")) is None:
+        raise plain_error(400, "Missing 'method' in request body")
     await engine.thawed()
     if method not in RPC:
-        raise _broken(f"Call to collective_rpc method failed: {method}")
+        raise _broken(f"'Worker' object has no attribute {method!r}")
     source = [body.get("args") or [], body.get("kwargs") or {}]
     if method == "reload_weights" and not engine.faults.has("stale_weights"):
         await engine.update(lambda: engine.weights.load(source))
@@ -128,13 +134,14 @@ async def world_size(engine: VllmEngine, request: Request) -> Response:
 
 async def _field(engine: VllmEngine, request: Request, name: str) -> Any:
     """Returns one field of the body, whose absence newer versions put in other words."""
+    data, checked = await request.body(), engine.config.release >= CHECKED_SINCE
     try:
-        body = orjson.loads(await request.body())
+        body = orjson.loads(data) if data or not checked else {}
     except orjson.JSONDecodeError as problem:
         raise plain_error(400, "Invalid JSON format") from problem
     value = body.get(name) if isinstance(body, dict) else None
-    if value is None and engine.config.release >= CHECKED_SINCE:
-        raise invalid(("missing", f"body.{name}", "Field required", body))
+    if value is None and checked:
+        raise invalid(missing(f"body.{name}"))
     if value is None:
         raise plain_error(400, f"Missing '{name}' in request body")
     return value
@@ -142,4 +149,5 @@ async def _field(engine: VllmEngine, request: Request, name: str) -> Any:
 
 def _broken(message: str) -> Exception:
     """What a worker's complaint becomes."""
-    return error(500, message)
+    words = f"Call to collective_rpc method failed: Worker failed with error '{message}'"
+    return error(500, f"{words}, please check the stack trace above for the root cause")

@@ -178,10 +178,10 @@ def test_a_stream_is_the_whole_in_pieces(vllm: VllmCaller) -> None:
 @pytest.mark.parametrize(
     ("sampling", "words", "param"),
     [
-        ({"top_p": 0}, "top_p must be in (0, 1], got 0. (parameter=top_p, value=0)", "top_p"),
+        ({"top_p": 0}, "top_p must be in (0, 1], got 0.0. (parameter=top_p, value=0.0)", "top_p"),
         (
             {"temperature": -1},
-            "temperature must be non-negative, got -1. (parameter=temperature, value=-1)",
+            "temperature must be non-negative, got -1.0. (parameter=temperature, value=-1.0)",
             "temperature",
         ),
         ({"min_tokens": 9}, "min_tokens must be less than or equal to max_tokens=4, got 9.", None),
@@ -204,35 +204,52 @@ def test_values_out_of_range_are_refused(
     assert reply.json["error"]["message"].startswith(words)
 
 
+NOT_SAMPLING = "'type': 'is_instance_of', 'loc': 'body.sampling_params'"
+
+
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("body", "param", "words"),
     [
-        (b"", "body"),
-        ([], "body"),
-        (asked(["5"], 4), "body.token_ids.0"),  # type: ignore[list-item]
-        (asked(PROMPT, 4, sampling={"top_p": None}), "body.sampling_params.top_p"),
-        (asked(PROMPT, 4, sampling={"seed": "7"}), "body.sampling_params.seed"),
-        (asked(PROMPT, 4, sampling={"stop_token_ids": [None]}), "body.sampling_params.stop_token_ids"),
+        (b"", "body", "'type': 'missing', 'loc': 'body', 'msg': 'Field required', 'input': 'None'"),
+        ([], "body", "'msg': 'Input should be a valid dictionary or object to extract fields from'"),
+        (asked(["x"], 4), "body.token_ids.0", "'type': 'int_parsing'"),  # type: ignore[list-item]
+        (asked([], 4), "body.token_ids", "'msg': 'List should have at least 1 item after validation, not 0'"),
+        (asked([5, -1], 4), "body.token_ids", "Value error, token_ids must not contain negative values"),
+        (asked(PROMPT, 4, sampling={"top_p": None}), "body.sampling_params", NOT_SAMPLING),
+        (asked(PROMPT, 4, sampling={"top_p": None}), "body.sampling_params", "'loc': 'body.sampling_params.top_p'"),
+        (asked(PROMPT, 4, sampling={"seed": "x"}), "body.sampling_params", "unable to parse string as an integer"),
+        (asked(PROMPT, 4, sampling={"stop_token_ids": [None]}), "body.sampling_params", "stop_token_ids.0', 'msg'"),
     ],
 )
-def test_wrong_shapes_are_refused(vllm: VllmCaller, body: Any, param: str) -> None:
-    """In another form of words, with the place."""
-    assert problem(vllm.post(GENERATE, body)) == (400, "Bad Request", param)
+def test_wrong_shapes_are_refused(vllm: VllmCaller, body: Any, param: str, words: str) -> None:
+    """In another form of words, with the place: as a real 0.32 answered the same bodies."""
+    reply = vllm.post(GENERATE, body)
+    assert problem(reply) == (400, "Bad Request", param)
+    assert words in reply.json["error"]["message"]
 
 
-@pytest.mark.parametrize("token", [512, -1])
-def test_what_is_no_token_is_refused_and_kills_nobody(vllm: VllmCaller, token: int) -> None:
+def test_numbers_may_be_strings(vllm: VllmCaller) -> None:
+    """The real engine is lenient there."""
+    body = {"token_ids": ["5", 30, "70"], "sampling_params": {"max_tokens": "4", "seed": "7", "ignore_eos": True}}
+    assert ids(vllm.post(GENERATE, body)) == expected(4, 7)
+
+
+def test_what_is_no_token_is_refused_and_kills_nobody(vllm: VllmCaller) -> None:
     """Unlike SGLang, which dies of it."""
-    for reply in (vllm.tokens([5, token], 4), vllm.complete([5, token])):
+    for reply in (vllm.tokens([5, 512], 4), vllm.complete([5, 512])):
         assert problem(reply) == (400, "BadRequestError", None)
-        assert reply.json["error"]["message"] == f"Token id {token} is out of vocabulary"
+        assert reply.json["error"]["message"] == "Token id 512 is out of vocabulary"
     assert vllm.get("/health").status == 200
 
 
 def test_prompts_that_fill_the_context_are_refused(vllm: VllmCaller) -> None:
-    """As are empty ones."""
-    for prompt in ([5] * 2048, [5] * 3000, []):
+    """In other words in either form; so are completions of nothing."""
+    for prompt in ([5] * 2048, [5] * 3000):
         assert problem(vllm.tokens(prompt, 4)) == (400, "BadRequestError", None)
+    assert problem(vllm.complete([5] * 2048)) == (400, "BadRequestError", "max_tokens")
+    assert problem(vllm.complete([5] * 3000)) == (400, "BadRequestError", "input_tokens")
+    assert problem(vllm.complete([])) == problem(vllm.complete([[5], []])) == (400, "BadRequestError", None)
+    assert problem(vllm.complete("")) == (400, "BadRequestError", "prompt")
 
 
 def test_a_sampling_parameter_that_it_does_not_know_is_passed_over(vllm: VllmCaller) -> None:
