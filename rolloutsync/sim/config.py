@@ -37,6 +37,7 @@ _NOT_NEGATIVE = (
     "update_s",
     "hidden_size",
 )
+_NOT_VLLM = ("max_queued_requests", "waiting_timeout_s", "running_timeout_s", "admin_api_key", "hidden_size")
 _NONE_OR_POSITIVE = ("waiting_timeout_s", "running_timeout_s")
 _POSITIVE = (
     "tokens_per_second",
@@ -64,7 +65,7 @@ class SimConfig:
         vocab_size: Ids at and above it are out of vocabulary.
         context_length: Prompt and output together.
         max_running_requests: Decoded at the same time; the rest waits.
-        max_queued_requests: Waiting above this many is answered with 503; None never.
+        max_queued_requests: Waiting above this many is answered with 503; None never (SGLang).
         max_total_tokens: Size of the KV cache; a full one retracts requests.
         dp_size: Data-parallel ranks, each with its own queues and limits.
         tp_size: Reported in `/server_info`; nothing else depends on it.
@@ -78,21 +79,21 @@ class SimConfig:
         pause_poll_s: How often an aborting pause looks whether all is answered.
         health_poll_s: How often `/health` looks for its generated token.
         health_timeout_s: After which `/health` answers 503.
-        disconnect_poll_s: How often a silent request's client is checked.
+        disconnect_poll_s: How often a silent request's client is checked (SGLang; vLLM notices at once).
         report_interval: Every so many tokens a request reports to the front door, which then looks for its client, too;
             what was not reported is lost when a retracted request is aborted; 0 is the engine's own.
         keep_alive_s: An idle connection is closed after this.
-        api_key: Needed for all but health endpoints, if given.
-        admin_api_key: Needed for control endpoints instead, if given.
+        api_key: Needed for all but health endpoints, if given; with vLLM for those that generate.
+        admin_api_key: Needed for control endpoints instead, if given (SGLang).
         routed_experts: `(layers, topk, num_experts)` switches routed experts on.
-        hidden_size: Width of hidden states; 0 refuses requests for them.
-        die_on_bad_token: An id outside the vocabulary ends the process, as in the real engine; so do an empty prompt
-            in a batch and a `logprob_start_len` below -1.
+        hidden_size: Width of hidden states; 0 refuses requests for them (SGLang).
+        die_on_bad_token: An id outside the vocabulary ends the process, as in real SGLang; so do an empty prompt in a
+            batch and a `logprob_start_len` below -1. vLLM refuses it.
         death_delay_s: From the fatal request to the end of the process.
         weight_version: The version at start.
         mean_output_tokens: Mean sample length where the end token is not ignored.
         update_s: How long a weight update takes.
-        drain_on_sigterm: SIGTERM lets running requests finish first, as in the real engine.
+        drain_on_sigterm: SIGTERM lets running requests finish first, as in real SGLang; vLLM never does.
         random_when_unseeded: Requests without a seed differ from each other; False makes them use seed 0.
         stream_interval: Tokens per streamed chunk.
         backlog: Length of the listen queue.
@@ -171,6 +172,8 @@ class SimConfig:
         given = tuple(name for name in _NONE_OR_POSITIVE if getattr(self, name) is not None)
         self._check_numbers(given, lambda value: value > 0, "None or above 0")
         self._check_experts()
+        for name in _NOT_VLLM if self.dialect == "vllm" else ():
+            self._require(name, not getattr(self, name), "left out with dialect 'vllm'")
 
     def _check_numbers(self, names: tuple[str, ...], good: Any, wanted: str) -> None:
         for name in names:

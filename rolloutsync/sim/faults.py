@@ -49,12 +49,12 @@ class Fault:
         drip: Sends the answer `bytes` bytes at a time, every `seconds`; `headers_too=True` drips the headers as well.
         delay: Waits `seconds` before it runs the call, or with `after=True` before it answers.
         interim: Sends the informational answer `status` (103) first.
-        wrong_id: Answers with `body` (a string) as `meta_info.id`.
+        wrong_id: Answers with `body` (a string) as the answer's id.
         error_200: Answers 200 with `body`, an error object if not given.
         paused_503: Answers 503 "paused" instead of parking, while the engine is paused.
         ignore_abort: Answers an abort with 200 and forgets it.
         stale_weights: Reports the new version, but keeps the old weights (the checksum tells).
-        crash: Ends the process at once.
+        crash: Ends the process at once; with vLLM its core: 500 for what is in flight, and the end a little later.
         stuck_load: Reports at least one running request, until cleared.
         freeze: Hangs the scheduler until cleared, or for `seconds`.
 
@@ -62,8 +62,8 @@ class Fault:
         kind: One of `KINDS`.
         times: How many calls it hits; None for ever. Freeze, stuck_load and stale_weights last until cleared.
         skip: How many matching calls it lets pass first.
-        path: Which endpoint; None is the one that the kind is about, "*" any.
-        rid: Only a generation or abort with exactly this id.
+        path: Which endpoint; None is the one that the kind is about, or those with vLLM, "*" any.
+        rid: Only a generation or abort with exactly this id, as its caller gave it.
         prompt: Only a generation whose text contains this, or whose ids start with these.
         status: HTTP status.
         headers: Extra headers of the answer.

@@ -16,10 +16,10 @@ from rolloutsync.sim.generate import read_body
 from rolloutsync.sim.openai_answer import Chunks, Json, Whole, whole_chat, whole_completion
 from rolloutsync.sim.openai_request import BAD_REQUEST, OpenAIRequest, Parse, parse_chat, parse_completion
 from rolloutsync.sim.replies import ApiError, dumps, json_response, loads_body, object_error
+from rolloutsync.sim.sse import DONE, Events
 from rolloutsync.sim.wire import Answer, replayed
 
 Message = MutableMapping[str, Any]
-DONE = b"[DONE]"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class OpenAIEndpoint:
             return
         inner = replayed(dumps(request.generate), receive)
         if request.stream:
-            events = Events(Chunks(request, chat=self._route.chat), send)
+            events = Chunked(Chunks(request, chat=self._route.chat), send)
             await self._generate(scope, inner, events.take)
             return
         answer = Answer()
@@ -71,7 +71,7 @@ class OpenAIEndpoint:
         return json_response(self._route.whole(request, value if isinstance(value, list) else [value]))
 
 
-class Events:
+class Chunked:
     """Takes what `/generate` sends as a stream, and sends it on as OpenAI chunks.
 
     Nothing is sent before the first event: if that is an error, the answer is an error, and no stream.
@@ -80,8 +80,8 @@ class Events:
     def __init__(self, chunks: Chunks, send: Send) -> None:
         self._chunks = chunks
         self._send = send
+        self._events = Events(send)
         self._status = 200
-        self._started = False
         self._over = False
 
     async def take(self, message: Message) -> None:
@@ -103,7 +103,7 @@ class Events:
 
     async def _take_event(self, value: Json) -> None:
         reason = (value.get("meta_info") or {}).get("finish_reason") or {}
-        if "error" in value and not self._started:
+        if "error" in value and not self._events.started:
             await self._refuse(refusal(value["error"]["code"], dumps(value)))
         elif "error" in value:
             await self._fail(value["error"]["code"], value["error"]["message"], BAD_REQUEST)
@@ -124,20 +124,12 @@ class Events:
         await self._end()
 
     async def _end(self) -> None:
-        await self._write(DONE)
         self._over = True
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._events.end()
 
     async def _write_all(self, chunks: Iterable[Json]) -> None:
         for chunk in chunks:
-            await self._write(dumps(chunk))
-
-    async def _write(self, data: bytes) -> None:
-        if not self._started:
-            self._started = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+            await self._events.send(dumps(chunk))
 
 
 def refusal(status: int, body: bytes) -> ApiError:

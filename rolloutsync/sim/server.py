@@ -156,7 +156,8 @@ async def serve(engine: Engine, listener: socket.socket, on_ready: Callable[[], 
     def leave(*, drain: bool) -> None:
         tasks.add(asyncio.ensure_future(_leave(engine, server, drain=drain)))
 
-    loop.add_signal_handler(signal.SIGTERM, lambda: leave(drain=engine.config.drain_on_sigterm))
+    drains = engine.config.drain_on_sigterm and not isinstance(engine, VllmEngine)
+    loop.add_signal_handler(signal.SIGTERM, lambda: leave(drain=drains))
     loop.add_signal_handler(signal.SIGINT, lambda: leave(drain=False))
     await server.startup(sockets=[listener])
     on_ready()

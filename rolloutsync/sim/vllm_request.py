@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -224,10 +225,15 @@ def _samples(job: VllmJob, params: Params, config: SimConfig) -> list[VllmJob]:
     samples = []
     for index in range(params.n):
         name = job.outer if params.n == 1 else f"{index}_{job.outer}"
-        seed = None if job.sampling.seed is None else job.sampling.seed + index
-        sampling = replace(job.sampling, seed=seed)
+        sampling = replace(job.sampling, seed=_seed(job.sampling.seed, index, config))
         samples.append(replace(job, rid=f"{name}-{uuid.uuid4().hex[:8]}", sampling=sampling, limit=limit))
     return samples
+
+
+def _seed(given: int | None, index: int, config: SimConfig) -> int | None:
+    if given is None:
+        return random.getrandbits(62) if config.random_when_unseeded else None
+    return given + index
 
 
 def _check_prompt(job: VllmJob, config: SimConfig) -> None:

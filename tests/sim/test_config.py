@@ -19,6 +19,8 @@ from rolloutsync.sim import Fault, SimConfig, SimFleet
         ({"death_delay_s": -1}, "death_delay_s must be at least 0, got -1"),
         ({"max_queued_requests": -1}, "max_queued_requests must be None or at least 0, got -1"),
         ({"mean_output_tokens": 0.5}, "mean_output_tokens must be at least 1, got 0.5"),
+        ({"dialect": "vllm", "max_queued_requests": 1}, "max_queued_requests must be left out .*, got 1"),
+        ({"dialect": "vllm", "admin_api_key": "k"}, "admin_api_key must be left out .*, got 'k'"),
         ({"dialect": "tgi"}, "dialect must be one of sglang, vllm, got 'tgi'"),
         ({"version": "new"}, "version must be a version .*, got 'new'"),
         ({"routed_experts": (2, 9, 8)}, "routed_experts must be .*, got \\(2, 9, 8\\)"),
