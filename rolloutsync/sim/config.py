@@ -13,8 +13,8 @@ from rolloutsync.sim.tokens import DEFAULT_MEAN_OUTPUT_TOKENS, DEFAULT_VOCAB_SIZ
 HOST = "127.0.0.1"
 # What a setting is that was not given: the real engine's own default.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "sglang": {"version": "0.5.23", "load_publish_interval": 15, "report_interval": 50},
-    "vllm": {"version": "0.33.0", "load_publish_interval": 1, "report_interval": 1},
+    "sglang": {"version": "0.5.23", "load_publish_interval": 15, "report_interval": 50, "block_size": 1},
+    "vllm": {"version": "0.33.0", "load_publish_interval": 1, "report_interval": 1, "block_size": 16},
 }
 
 _AT_LEAST_ONE = (
@@ -28,6 +28,7 @@ _AT_LEAST_ONE = (
     "chunked_prefill_size",
     "stream_interval",
     "backlog",
+    "block_size",
 )
 _NOT_NEGATIVE = (
     "port",
@@ -67,6 +68,7 @@ class SimConfig:
         max_running_requests: Decoded at the same time; the rest waits.
         max_queued_requests: Waiting above this many is answered with 503; None never (SGLang).
         max_total_tokens: Size of the KV cache; a full one retracts requests.
+        block_size: Tokens per block of the prefix cache, which knows whole ones only; 0 is the engine's own.
         dp_size: Data-parallel ranks, each with its own queues and limits.
         tp_size: Reported in `/server_info`; nothing else depends on it.
         tokens_per_second: Decode speed of one running request.
@@ -116,6 +118,7 @@ class SimConfig:
     max_running_requests: int = 64
     max_queued_requests: int | None = None
     max_total_tokens: int = 1_048_576
+    block_size: int = 0
     dp_size: int = 1
     tp_size: int = 1
     tokens_per_second: float = 200.0

@@ -257,16 +257,16 @@ class Rank:
     def _begin(self, request: SimRequest, at: float) -> None:
         cached = self._cached_of(request)
         if not request.retractions:
-            request.cached_tokens = cached
-            request.entered_at = at
+            request.cached_tokens, request.entered_at = cached, at
         request.phase, request.to_prefill = Phase.PREFILL, request.size - cached
         self._hit_rate = cached / request.size
         self._reserved += len(request.prompt) + request.stream.limit
         self.prefill.requests.append(request)
 
     def _cached_of(self, request: SimRequest) -> int:
-        cached = min(self.cache.match(request.stream.prefixes(request.count)), request.size - 1)
-        return cached if request.reuse_limit is None else min(cached, request.reuse_limit)
+        most = request.size - 1 if request.reuse_limit is None else min(request.size - 1, request.reuse_limit)
+        cached = min(self.cache.match(request.stream.prefixes(request.count)), most)
+        return cached - cached % self._config.block_size
 
     def _end_prefill(self, at: float) -> None:
         done, aborted = self.prefill.finish()

@@ -83,11 +83,23 @@ class Answers:
         """Token counts of a call; the samples of a prompt count it once."""
         prompt = sum(len(piece.job.prompt) for piece in pieces if piece.index % call.n == 0)
         completion = sum(piece.end for piece in pieces)
-        details = {"cached_tokens": pieces[-1].request.cached_tokens}
-        told = self.config.enable_prompt_tokens_details
-        usage: Json = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
-        usage["prompt_tokens_details"] = details if told else None
+        usage = _counts(prompt, completion)
+        usage["prompt_tokens_details"] = self._details(pieces[-1].request.cached_tokens)
         return usage | ({"completion_tokens_details": None} if self.release >= MASK_SINCE else {})
+
+    def _details(self, cached: int) -> Json | None:
+        if not self.config.enable_prompt_tokens_details:
+            return None
+        if self.release >= HEAD_SINCE:
+            return {"cached_tokens": cached, "created_cache_tokens": None, "multimodal_tokens": None}
+        return {"cached_tokens": cached} if cached else None
+
+    def last_usage(self, call: Call, pieces: Sequence[Piece]) -> Json:
+        """The same at the end of a stream, without what is null."""
+        usage = {name: value for name, value in self.usage(call, pieces).items() if value is not None}
+        if (details := usage.get("prompt_tokens_details")) is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": details["cached_tokens"]}
+        return usage
 
     def experts(self, piece: Piece) -> orjson.Fragment | None:
         """The experts of every token but the last as an .npy file in base64, of the narrowest type."""
@@ -115,27 +127,28 @@ class TokenAnswers(Answers):
             head |= {"prompt_token_ids": ids, "mm_placeholders": None}
         head |= {"kv_transfer_params": None} | ({"ec_transfer_params": None} if release >= HEAD_SINCE else {})
         if release >= SPANS_SINCE:
-            head["output_mode"] = "tokens"
-        return head | {"choices": [self._choice(piece) for piece in pieces]}
+            head["output_mode"] = call.mode
+        return head | {"choices": [self._choice(call, piece) for piece in pieces]}
 
     def chunk(self, call: Call, piece: Piece, *, first: bool) -> Json:
         """Returns what a stream adds."""
         chunk: Json = {"request_id": call.outer, "usage": None}
         if call.usage_in_chunks:
-            chunk["usage"] = self.usage(call, [piece])
+            chunk["usage"] = _counts(len(piece.job.prompt), piece.end) | {"prompt_tokens_details": None}
+            chunk["usage"] |= {"completion_tokens_details": None} if self.release >= MASK_SINCE else {}
         if self.release >= SPANS_SINCE:
-            chunk["output_mode"] = "tokens"
-        if first and call.token_ids and self.release >= PROMPT_IDS_SINCE:
+            chunk["output_mode"] = call.mode
+        if first and not piece.index and call.token_ids and self.release >= PROMPT_IDS_SINCE:
             chunk["prompt_token_ids"] = list(piece.job.prompt)
-        return chunk | {"choices": [self._choice(piece)]}
+        return chunk | {"choices": [self._choice(call, piece)]}
 
     def last(self, call: Call, pieces: Sequence[Piece]) -> Json:
         """Returns the chunk behind the last token."""
-        usage = {name: value for name, value in self.usage(call, pieces).items() if value is not None}
-        mode = {"output_mode": "tokens"} if self.release >= SPANS_SINCE else {}
+        usage = self.last_usage(call, pieces)
+        mode = {"output_mode": call.mode} if self.release >= SPANS_SINCE else {}
         return {"request_id": call.outer, "choices": [], "usage": usage} | mode
 
-    def _choice(self, piece: Piece) -> Json:
+    def _choice(self, call: Call, piece: Piece) -> Json:
         release, whole = self.release, piece.final and not piece.start
         choice: Json = {"index": piece.index, "finish_reason": piece.ending["finish_reason"]}
         if release >= SPANS_SINCE:
@@ -147,12 +160,16 @@ class TokenAnswers(Answers):
             choice["sampling_mask"] = None
         if release >= SPANS_SINCE:
             choice["weight_versions"] = piece.spans() if piece.final else None
+        if call.mode == "text":
+            choice["text"] = piece.text
         wanted = piece.job.num_logprobs is not None
-        return choice | {"logprobs": self._shape(piece) if wanted and (whole or piece.ids) else None}
+        return choice | {"logprobs": self._shape(call, piece) if wanted and (whole or piece.ids) else None}
 
-    def _shape(self, piece: Piece) -> Json:
-        of_version = self.logprobs.by_id if self.release >= SPANS_SINCE else self.logprobs.by_placeholder
-        return of_version(piece.job, piece.request, piece.start, piece.end)
+    def _shape(self, call: Call, piece: Piece) -> Json:
+        place = (piece.job, piece.request, piece.start, piece.end)
+        if self.release >= SPANS_SINCE and call.mode == "tokens":
+            return self.logprobs.by_id(*place)
+        return self.logprobs.as_in_chats(*place, words=call.mode == "text")
 
 
 class CompletionAnswers(Answers):
@@ -178,11 +195,11 @@ class CompletionAnswers(Answers):
         chunk = self._head(call) | {"choices": [choice]}
         if piece.final and not call.usage_at_end and self._fingerprint:
             chunk["system_fingerprint"] = self._fingerprint
-        return chunk | ({"usage": self.usage(call, [piece])} if call.usage_in_chunks else {})
+        return chunk | ({"usage": _counts(len(piece.job.prompt), piece.end)} if call.usage_in_chunks else {})
 
     def last(self, call: Call, pieces: Sequence[Piece]) -> Json:
         """Returns the chunk behind the last token."""
-        usage = {name: value for name, value in self.usage(call, pieces).items() if value is not None}
+        usage = self.last_usage(call, pieces)
         return self._head(call) | {"choices": [], "usage": usage, "system_fingerprint": self._fingerprint}
 
     @property
@@ -210,6 +227,10 @@ class CompletionAnswers(Answers):
         if piece.job.num_logprobs is None:
             return None
         return self.logprobs.by_text(piece.job, piece.request, piece.start, piece.end, as_ids=call.tokens_as_ids)
+
+
+def _counts(prompt: int, completion: int) -> Json:
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 
 def _npy(experts: np.ndarray[Any, Any], num_experts: int) -> orjson.Fragment:

@@ -61,6 +61,16 @@ def bad_value(message: str, param: str | None = None, value: Any = None) -> ApiE
     return error(400, f"{message} ({', '.join(extras)})" if extras else message, param=param)
 
 
+class LateError(ApiError):
+    """What the engine behind the API server says, to which a stream has begun already."""
+
+
+def late(message: str, param: str | None = None, value: Any = None) -> LateError:
+    """What a value is answered with that is found to be out of range only there."""
+    found = bad_value(message, param, value)
+    return LateError(found.status, found.body)
+
+
 def plain_error(status: int, message: str) -> ApiError:
     """What an HTTP exception becomes: the status line's own words as type."""
     return error(status, message, kind=HTTPStatus(status).phrase)

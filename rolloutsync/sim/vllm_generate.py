@@ -18,6 +18,7 @@ from rolloutsync.sim.sse import Events
 from rolloutsync.sim.tokenizer import Tokenizer
 from rolloutsync.sim.vllm_answers import CompletionAnswers, Piece, TokenAnswers
 from rolloutsync.sim.vllm_engine import VllmEngine, VllmJob
+from rolloutsync.sim.vllm_errors import LateError, plain_error
 from rolloutsync.sim.vllm_request import Call, json_of
 
 Parse = Callable[[Any, Headers, SimConfig, Tokenizer], Call]
@@ -40,10 +41,14 @@ class VllmEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one call."""
-        engine = self._engine
+        engine, body = self._engine, None
         try:
+            _check_type(Headers(scope=scope))
             body = json_of(await read_body(receive))
             call = self._form.parse(body, Headers(scope=scope), engine.config, engine.model.tokenizer)
+        except LateError as error:
+            await (Events(send).fail(error.body) if _streams(body) else error.response()(scope, receive, send))
+            return
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
@@ -72,7 +77,7 @@ class VllmEndpoint:
                     self._engine.disconnected(generation.job)
                 return
         except ApiError as error:
-            await (events.fail(error.body) if events.started else error.response()(scope, receive, send))
+            await (events.fail(error.body) if call.stream else error.response()(scope, receive, send))
             return
         if not call.stream:
             pieces = [_piece(index, each, 0) for index, each in enumerate(generations)]
@@ -99,6 +104,16 @@ class VllmEndpoint:
             pieces = [_piece(index, each, 0) for index, each in enumerate(generations)]
             await events.send(dumps(self._form.answers.last(call, pieces)))
         await events.end()
+
+
+def _check_type(headers: Headers) -> None:
+    if headers.get("content-type", "").lower().split(";")[0] != "application/json":
+        words = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+        raise plain_error(400, words)
+
+
+def _streams(body: Any) -> bool:
+    return isinstance(body, dict) and bool(body.get("stream"))
 
 
 async def _ended(generations: Sequence[Generation]) -> None:

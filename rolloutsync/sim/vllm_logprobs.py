@@ -30,13 +30,18 @@ class Logprobs:
         """As `/inference/v1/generate` has them since 0.32: by token id, with ranks."""
         return {"content": [self._entry(row, job) for row in self._rows(job, request, start, end)]}
 
-    def by_placeholder(self, job: VllmJob, request: SimRequest, start: int, end: int) -> Json:
-        """As it had them before: in the form of chats, with a made-up text for each token."""
+    def as_in_chats(self, job: VllmJob, request: SimRequest, start: int, end: int, *, words: bool) -> Json:
+        """As it had them before, and has for texts: in the form of chats, each token by its text or a made-up one."""
         content = []
         for row in self._rows(job, request, start, end):
-            top = [_chat(token, value) for token, value, _ in row[: max(1, job.num_logprobs or 0)]]
-            content.append(_chat(*row[0][:2]) | {"top_logprobs": top})
+            most = len(row) if self._config.release >= ALL_SINCE else max(1, job.num_logprobs or 0)
+            top = [self._chat(token, value, words=words) for token, value, _ in row[:most]]
+            content.append(top[0] | {"top_logprobs": top})
         return {"content": content}
+
+    def _chat(self, token: int, logprob: float, *, words: bool) -> Json:
+        name = self._name(token, as_ids=not words)
+        return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if words else None}
 
     def by_text(self, job: VllmJob, request: SimRequest, start: int, end: int, *, as_ids: bool) -> Json:
         """As `/v1/completions` has them: by text, or by a made-up text that has the id."""
@@ -92,7 +97,3 @@ def _row(token: int, logprob: float, others: list[int], values: list[float]) -> 
     rank = others.index(token) + 1 if token in others else len(others) + 1
     ranked = zip(others, values, range(1, len(others) + 1), strict=True)
     return [(token, logprob, rank), *(each for each in ranked if each[0] != token)]
-
-
-def _chat(token: int, logprob: float) -> Json:
-    return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}

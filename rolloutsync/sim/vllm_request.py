@@ -15,11 +15,14 @@ from rolloutsync.sim import vllm_params
 from rolloutsync.sim.config import SimConfig
 from rolloutsync.sim.tokenizer import Tokenizer
 from rolloutsync.sim.vllm_engine import VllmJob
-from rolloutsync.sim.vllm_errors import Detail, bad_value, error, invalid, missing
+from rolloutsync.sim.vllm_errors import Detail, bad_value, error, invalid, late, missing, not_among
 from rolloutsync.sim.vllm_params import Params
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+FILLED_SINCE = (0, 22, 0)  # from here on a generation without limit fills the context
+MODES_SINCE = (0, 32, 0)
+MODES = ("tokens", "text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,7 @@ class Call:
     token_ids: bool = False
     tokens_as_ids: bool = False
     weight_versions: bool = False
+    mode: str = "tokens"
     echoes: tuple[str, ...] = ()
 
 
@@ -50,9 +54,13 @@ def parse_generate(body: Any, headers: Headers, config: SimConfig, _: Tokenizer)
     _check_model(body, config)
     given = body["sampling_params"]
     params = vllm_params.parse(given, "body.sampling_params", nullable=False)
-    if "max_tokens" not in given and config.release < (0, 22, 0):
+    if "max_tokens" not in given and config.release < FILLED_SINCE:
         params = replace(params, max_tokens=vllm_params.DEFAULT_MAX_TOKENS)
-    return _call("generate-tokens", body, headers, config, params, [ids])
+    if params.n > config.max_running_requests and config.release >= FILLED_SINCE:
+        most = config.max_running_requests
+        raise bad_value(f"sampling_params.n must be at most the server's max_num_seqs ({most}), got {params.n}.")
+    call = _call("generate-tokens", body, headers, config, params, [ids])
+    return replace(call, mode=_mode(body)) if config.release >= MODES_SINCE else call
 
 
 def parse_completion(body: Any, headers: Headers, config: SimConfig, tokenizer: Tokenizer) -> Call:
@@ -137,6 +145,13 @@ def _ids(given: Any) -> tuple[list[int], Detail | None]:
     return ids, None
 
 
+def _mode(body: Mapping[str, Any]) -> str:
+    mode = body.get("output_mode", "tokens")
+    if mode not in MODES:
+        raise invalid(not_among("body.output_mode", MODES, mode))
+    return str(mode)
+
+
 def _check_model(body: Mapping[str, Any], config: SimConfig) -> None:
     name = body.get("model")
     if name is not None and name != config.model_path:
@@ -213,7 +228,7 @@ def _dp_rank(headers: Headers, config: SimConfig) -> int | None:
         return None
     rank = int(text)
     if not 0 <= rank < config.dp_size:
-        raise bad_value(f"data_parallel_rank {rank} is out of range [0, {config.dp_size}).")
+        raise late(f"data_parallel_rank {rank} is out of range [0, {config.dp_size}).")
     return rank
 
 
@@ -239,17 +254,17 @@ def _seed(given: int | None, index: int, config: SimConfig) -> int | None:
 def _check_prompt(job: VllmJob, config: SimConfig) -> None:
     size, most = len(job.prompt), config.context_length
     if not size:
-        raise bad_value("The decoder prompt cannot be empty")
+        raise late("The decoder prompt cannot be empty")
     bad = next((token for token in (min(job.prompt), max(job.prompt)) if not 0 <= token < config.vocab_size), None)
     if bad is not None:
-        raise bad_value(f"Token id {bad} is out of vocabulary")
+        raise late(f"Token id {bad} is out of vocabulary")
     if size > most:
         words = f"The decoder prompt (length {size}) is longer than the maximum model length of {most}."
-        raise bad_value(f"{words} Make sure that `max_model_len` is no smaller than the number of text tokens.")
+        raise late(f"{words} Make sure that `max_model_len` is no smaller than the number of text tokens.")
     if size == most:
         words = f"The decoder prompt (length {size}) plus the number of requested output tokens (at least 1) is longer"
         words += f" than the maximum model length of {most}. Make sure that `max_model_len` is no smaller than the"
-        raise bad_value(f"{words} number of text tokens (prompt + requested output tokens).")
+        raise late(f"{words} number of text tokens (prompt + requested output tokens).")
     if not 0 <= job.routed_start <= size:
         words = f"routed_experts_prompt_start must be between 0 and the prompt length ({size}), inclusive."
-        raise bad_value(words, "routed_experts_prompt_start", job.routed_start)
+        raise late(words, "routed_experts_prompt_start", job.routed_start)

@@ -139,10 +139,10 @@ def test_routed_experts_are_a_file_of_the_narrowest_type(vllm: VllmCaller) -> No
 
 
 def test_cached_tokens_are_told_on_demand(vllm: VllmCaller) -> None:
-    """All of the prompt but its last token, the second time; nothing after a reset."""
+    """Whole blocks of sixteen, and never the last token of the prompt; nothing after a reset."""
     vllm.post("/reset_prefix_cache")
-    told = [vllm.tokens(PROMPT, 2).json["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
-    assert told == [0, len(PROMPT) - 1]
+    told = [vllm.tokens(PROMPT * 16, 2).json["usage"]["prompt_tokens_details"] for _ in range(2)]
+    assert [each["cached_tokens"] for each in told] == [0, 32]
 
 
 def test_spans_tell_which_weights_said_what(vllm: VllmCaller) -> None:
@@ -186,6 +186,7 @@ def test_a_stream_is_the_whole_in_pieces(vllm: VllmCaller) -> None:
         ),
         ({"min_tokens": 9}, "min_tokens must be less than or equal to max_tokens=4, got 9.", None),
         ({"n": 0}, "n must be at least 1, got 0.", None),
+        ({"n": 65}, "sampling_params.n must be at most the server's max_num_seqs (64), got 65.", None),
         ({"stop": [""]}, "stop cannot contain an empty string.", None),
         ({"stop": ["a"], "detokenize": False}, "stop strings are only supported when detokenize is True.", None),
         (
@@ -226,6 +227,30 @@ def test_wrong_shapes_are_refused(vllm: VllmCaller, body: Any, param: str, words
     reply = vllm.post(GENERATE, body)
     assert problem(reply) == (400, "Bad Request", param)
     assert words in reply.json["error"]["message"]
+
+
+def test_only_json_is_taken(vllm: VllmCaller) -> None:
+    """By the header, not by the look of it."""
+    reply = vllm.call("POST", GENERATE, asked(PROMPT, 1), {"Content-Type": "text/plain"})
+    assert problem(reply) == (400, "Bad Request", None)
+
+
+def test_what_the_engine_refuses_comes_in_the_stream(vllm: VllmCaller) -> None:
+    """Which had begun with a 200 before; what the API server refuses does not."""
+    late = events(vllm.tokens([5, 512], 4, stream=True))
+    assert (late[0]["error"]["message"], late[1]) == ("Token id 512 is out of vocabulary", "[DONE]")
+    assert problem(vllm.tokens(PROMPT, 4, stream=True, sampling={"top_p": 0}))[0] == 400
+    vllm.post("/pause")
+    assert events(vllm.tokens(PROMPT, 4, stream=True))[0]["error"]["code"] == 503
+
+
+def test_a_text_can_be_had_without_asking_for_a_completion(vllm: VllmCaller) -> None:
+    """With log-probabilities in the form of chats; other modes are none."""
+    reply = vllm.tokens(PROMPT, 3, output_mode="text", sampling={"logprobs": 0})
+    assert (reply.json["output_mode"], choice(reply)["text"]) == ("text", WORDS.decode(expected(3)))
+    told = choice(reply)["logprobs"]["content"]
+    assert [bytes(each["bytes"]).decode() for each in told] == [each["token"] for each in told]
+    assert problem(vllm.tokens(PROMPT, 3, output_mode="song"))[0] == 400
 
 
 def test_numbers_may_be_strings(vllm: VllmCaller) -> None:

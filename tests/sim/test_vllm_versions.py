@@ -93,9 +93,9 @@ def piece(simulated: VllmEngine) -> Piece:
     return Piece(0, job, request, 0, 3, final=True)
 
 
-def answers(version: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def answers(version: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both endpoints say about it."""
-    simulated = engine(version, routed_experts=(1, 2, 8))
+    simulated = engine(version, routed_experts=(1, 2, 8), **fields)
     call, ended = Call(outer="o", jobs=(), n=1, prompts=1), piece(simulated)
     tokens = TokenAnswers(simulated.config, simulated.model).whole(call, [ended])
     return tokens, CompletionAnswers(simulated.config, simulated.model).whole(call, [ended])
@@ -128,6 +128,15 @@ def test_the_oldest_answer_has_only_this() -> None:
     told = tokens["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in told] == [f"token_id:{token}" for token in tokens["choices"][0]["token_ids"]]
     assert "routed_experts" not in completion["choices"][0]
+
+
+def test_cached_tokens_are_told_in_two_forms() -> None:
+    """Before 0.26 only where there are some."""
+    told = {
+        version: answers(version, enable_prompt_tokens_details=True)[1]["usage"]["prompt_tokens_details"]
+        for version in ("0.25", "0.26")
+    }
+    assert told == {"0.25": None, "0.26": {"cached_tokens": 0, "created_cache_tokens": None, "multimodal_tokens": None}}
 
 
 def test_completions_have_experts_before_and_spans_after_the_other_endpoint() -> None:

@@ -37,7 +37,7 @@ class VllmCaller(Caller):
 
     def wire(self, body: Any, headers: Mapping[str, str]) -> AbstractContextManager[socket.socket]:
         """Sends a generation and yields its socket, which is closed at the end."""
-        return self.sent(GENERATE, body, headers)
+        return self.sent(GENERATE, body, {"Content-Type": "application/json", **headers})
 
     def abort(self, *ids: str) -> int:
         """Aborts by the engine's own ids, or all; returns how many it says it did."""
