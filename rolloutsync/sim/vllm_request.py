@@ -32,7 +32,6 @@ class Call:
     outer: str
     jobs: tuple[VllmJob, ...]
     n: int
-    prompts: int
     stream: bool = False
     usage_at_end: bool = False
     usage_in_chunks: bool = False
@@ -70,20 +69,12 @@ def parse_completion(body: Any, headers: Headers, config: SimConfig, tokenizer: 
         ApiError: The answer that the engine gives instead.
     """
     body = _object(body)
-    prompt = body.get("prompt")
-    if prompt is None or prompt == "":
-        words = "Either prompt or prompt_embeds must be provided and non-empty."
-        raise bad_value(words, "prompt")
-    if body.get("stream_options") and not body.get("stream"):
-        raise bad_value("Stream options can only be defined when `stream=True`.", "stream_options")
+    _check_completion(body)
     _check_model(body, config)
     limit = body.get("max_tokens", vllm_params.DEFAULT_MAX_TOKENS)
     params = vllm_params.parse({**body, "max_tokens": limit}, "body", nullable=True)
-    prompts = _prompts(prompt, tokenizer)
-    _check_room(prompts, config)
-    if limit is not None and limit > config.context_length:
-        words = f"max_tokens={limit} cannot be greater than max_model_len={config.context_length}."
-        raise bad_value(f"{words} Please request fewer output tokens.", "max_tokens", limit)
+    prompts = _prompts(body["prompt"], tokenizer)
+    _check_room(prompts, params.max_tokens, config)
     call = _call("cmpl", body, headers, config, params, prompts)
     echoes = tuple(tokenizer.decode(ids) for ids in prompts) if body.get("echo") else ()
     return replace(call, echoes=echoes)
@@ -152,6 +143,13 @@ def _mode(body: Mapping[str, Any]) -> str:
     return str(mode)
 
 
+def _check_completion(body: Mapping[str, Any]) -> None:
+    if body.get("prompt") in (None, ""):
+        raise bad_value("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    if body.get("stream_options") and not body.get("stream"):
+        raise bad_value("Stream options can only be defined when `stream=True`.", "stream_options")
+
+
 def _check_model(body: Mapping[str, Any], config: SimConfig) -> None:
     name = body.get("model")
     if name is not None and name != config.model_path:
@@ -171,9 +169,12 @@ def _prompts(prompt: Any, tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(item) if isinstance(item, str) else item for item in prompt]
 
 
-def _check_room(prompts: list[list[int]], config: SimConfig) -> None:
+def _check_room(prompts: list[list[int]], limit: int | None, config: SimConfig) -> None:
     """Completions refuse long prompts in words of their own."""
     longest, most = max(map(len, prompts)), config.context_length
+    if limit is not None and limit > most:
+        words = f"max_tokens={limit} cannot be greater than max_model_len={most}."
+        raise bad_value(f"{words} Please request fewer output tokens.", "max_tokens", limit)
     if longest > most:
         words = f"This model's maximum context length is {most} tokens. However, your prompt contains {longest} input"
         words += " tokens, which exceeds this limit even without any output tokens."
@@ -185,18 +186,15 @@ def _check_room(prompts: list[list[int]], config: SimConfig) -> None:
 def _call(
     prefix: str, body: Mapping[str, Any], headers: Headers, config: SimConfig, params: Params, prompts: list[list[int]]
 ) -> Call:
-    caller = headers.get("x-request-id") or body.get("request_id") or uuid.uuid4().hex[:16]
+    caller = str(headers.get("x-request-id") or body.get("request_id") or uuid.uuid4().hex[:16])
     outer, options = f"{prefix}-{caller}", body.get("stream_options") or {}
-    job = _template(outer, str(caller), headers, config, params)
-    jobs: list[VllmJob] = []
-    for place, prompt in enumerate(prompts):
-        name = outer if prefix == "generate-tokens" else f"{outer}-{place}"
-        jobs += _samples(replace(job, prompt=prompt, outer=name), params, config)
+    job = _template(outer, caller, headers, config, params)
+    names = [outer if prefix == "generate-tokens" else f"{outer}-{place}" for place in range(len(prompts))]
+    each = [replace(job, prompt=prompt, outer=name) for prompt, name in zip(prompts, names, strict=True)]
     return Call(
         outer=outer,
-        jobs=tuple(jobs),
+        jobs=tuple(sample for job in each for sample in _samples(job, params, config)),
         n=params.n,
-        prompts=len(prompts),
         stream=bool(body.get("stream")),
         usage_at_end=bool(options.get("include_usage")),
         usage_in_chunks=bool(options.get("include_usage") and options.get("continuous_usage_stats")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import Future
 
 import pytest
 
@@ -14,6 +14,7 @@ from .vllm_kit import GENERATE, VllmCaller, asked, choice, ids
 
 REAL = load("vllm-0.32.0")
 REPLAY, OTHER = REAL["replay"], REAL["other"]
+ENDING = ("finish_reason", "stop_reason")
 PROMPT = [5, 30, 70, 100, 12, 44]
 
 
@@ -56,21 +57,19 @@ def test_aborted_answers_have_the_recorded_form(recorded: VllmCaller) -> None:
     recorded.await_state(lambda state: (state["running"], state["waiting"]) == (4, 2), "four running, two waiting")
     assert recorded.counts() == (4, 2)
     check(OTHER["gen_abort_all_call"], recorded.post("/abort_requests", {}), "abort")
-    replies = sorted((call.result(WAIT_S) for call in calls), key=lambda reply: len(ids(reply)))
-    for reply, name in zip(replies, ["gen_abort_all_4"] * 2 + ["gen_abort_all_0"] * 4, strict=True):
-        check(OTHER[name], reply, name)
-        same_ending(OTHER[name], reply)
+    replies = check_aborted(calls, ["gen_abort_all_4"] * 2 + ["gen_abort_all_0"] * 4)
     assert ids(replies[0]) == choice(replies[0])["weight_versions"] == []
     assert choice(replies[0])["logprobs"] == {"content": []}
 
 
-def same_ending(real: dict[str, Any], reply: Reply) -> None:
-    """Compares why it ended."""
-    wanted = real["json"]["choices"][0]
-    assert [choice(reply)[key] for key in ("finish_reason", "stop_reason")] == [
-        wanted["finish_reason"],
-        wanted["stop_reason"],
-    ]
+def check_aborted(calls: list[Future[Reply]], names: list[str]) -> list[Reply]:
+    """Compares answers with recorded ones, those with the fewest tokens first, and returns them so."""
+    replies = sorted((call.result(WAIT_S) for call in calls), key=lambda reply: len(ids(reply)))
+    for reply, name in zip(replies, names, strict=True):
+        check(OTHER[name], reply, name)
+        wanted = OTHER[name]["json"]["choices"][0]
+        assert {key: choice(reply)[key] for key in ENDING} == {key: wanted[key] for key in ENDING}
+    return replies
 
 
 def test_aborted_completions_have_the_recorded_form(recorded: VllmCaller) -> None:
@@ -80,10 +79,7 @@ def test_aborted_completions_have_the_recorded_form(recorded: VllmCaller) -> Non
     recorded.await_state(lambda state: (state["running"], state["waiting"]) == (4, 8), "four running, eight waiting")
     assert recorded.get("/load").json == OTHER["load_12_inflight"]["json"]
     check(OTHER["abort_requests_all_emptyobj"], recorded.post("/abort_requests", {}), "abort")
-    replies = sorted((call.result(WAIT_S) for call in calls), key=lambda reply: len(ids(reply)))
-    for reply, name in zip(replies, ["compl_long_aborted_all_10"] * 8 + ["compl_long_aborted_all_0"] * 4, strict=True):
-        check(OTHER[name], reply, name)
-        same_ending(OTHER[name], reply)
+    replies = check_aborted(calls, ["compl_long_aborted_all_10"] * 8 + ["compl_long_aborted_all_0"] * 4)
     assert [bool(ids(reply)) for reply in replies] == [False] * 8 + [True] * 4
 
 

@@ -96,7 +96,7 @@ def piece(simulated: VllmEngine) -> Piece:
 def answers(version: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both endpoints say about it."""
     simulated = engine(version, routed_experts=(1, 2, 8), **fields)
-    call, ended = Call(outer="o", jobs=(), n=1, prompts=1), piece(simulated)
+    call, ended = Call(outer="o", jobs=(), n=1), piece(simulated)
     tokens = TokenAnswers(simulated.config, simulated.model).whole(call, [ended])
     return tokens, CompletionAnswers(simulated.config, simulated.model).whole(call, [ended])
 
