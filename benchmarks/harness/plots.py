@@ -14,12 +14,20 @@ from benchmarks.peers import PEERS
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-_COLOURS = {"ours": "#d1495b", "aiohttp": "#30638e", "httpx": "#00798c", "requests": "#edae49", "raw": "#9a9a9a"}
+_COLOURS = {
+    "ours": "#d1495b",
+    "aiohttp": "#30638e",
+    "httpx": "#00798c",
+    "requests": "#edae49",
+    "uvloop": "#5b8fb9",
+    "raw": "#9a9a9a",
+}
 _NAMES = {
     "ours": "rolloutsync",
     "aiohttp": "aiohttp + orjson",
     "httpx": "httpx + json",
     "requests": "threads + requests",
+    "uvloop": "aiohttp + orjson on uvloop",
     "raw": "raw sockets (the floor)",
 }
 _METRIC = "cpu_ms"

@@ -17,6 +17,7 @@ REQUESTS = "requests"
 PEERS = {
     OURS: "RolloutClient.generate",
     AIOHTTP: "aiohttp.ClientSession and orjson",
+    "uvloop": "the same on uvloop; runs where it is asked for",
     HTTPX: "httpx.AsyncClient and json, as async trainers set it up",
     REQUESTS: "ThreadPoolExecutor over a requests.Session",
     RAW: "the floor: plain sockets in threads",

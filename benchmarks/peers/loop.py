@@ -13,10 +13,12 @@ from benchmarks.peers.base import Answer, payloads, read
 class AsyncPeer:
     """Subclasses say how one request is made."""
 
+    new_loop = staticmethod(asyncio.new_event_loop)
+
     def __init__(self, work: Work) -> None:
         self._work = work
         self.retries = 0
-        self._loop = asyncio.new_event_loop()
+        self._loop = self.new_loop()
         self._slots = asyncio.Semaphore(work.threads)
         self._loop.run_until_complete(self.open())
 
