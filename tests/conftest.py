@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rolloutsync.transport.lean import LeanPath
+
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # a busy machine proves nothing wrong
 settings.load_profile("repeatable")
 
@@ -21,6 +23,20 @@ SETTLE_S = 5.0  # a thread or socket that is on its way out may take this long
 
 
 FAST = "not real and not slow and not ray and not gpu"  # as in pyproject.toml
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--path=plain``: no request takes the lean path; the wire faults must be survived on either."""
+    parser.addoption("--path", choices=("lean", "plain"), default="lean")
+
+
+@pytest.fixture(autouse=True)
+def transport_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path that requests take in this run."""
+    path = str(request.config.getoption("--path"))
+    if path == "plain":
+        monkeypatch.setattr(LeanPath, "route", lambda *_: None)
+    return path
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 _MOST_ROUTES = 4096  # kept; control(path) makes one for each path
 _FIRST_READ = 1 << 16
-_LARGEST_HEAD = 1 << 16
 _LARGE_REQUEST = 1 << 16  # bytes; a larger one is sent in pieces, in case that the answer comes early
 _MOST_FORMS = 1024
 _STATUS = re.compile(rb"http/1\.1 ([2-5]\d\d)[ \r]")
@@ -161,14 +160,10 @@ def read(connection: Any, exchange: Exchange, reserve: Callable[[int], int]) -> 
 
 
 def _read_head(sock: Any, exchange: Exchange) -> tuple[bytes, int]:
-    """What has come so far, and where the head ends in it; 0 where it does not, or is too long."""
+    """What has come at first, and where the head ends in it; 0 where it does not, which is for http.client to judge."""
     seen: bytes = sock.recv(_FIRST_READ)
     exchange.answered = bool(seen)
-    end = seen.find(b"\r\n\r\n")
-    while end < 0 and 0 < len(seen) < _LARGEST_HEAD and (more := sock.recv(_FIRST_READ)):
-        seen += more
-        end = seen.find(b"\r\n\r\n")
-    return seen, end + 4 if end >= 0 else 0
+    return seen, seen.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in seen else 0
 
 
 def _usual_form(seen: bytes, end: int) -> tuple[int, int] | None:

@@ -1,0 +1,161 @@
+"""Large base64 goes from the body's bytes to its place, and no document whatever fools the search for it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rolloutsync import payload
+from rolloutsync.payload import decode_experts, parse_answer, parse_json
+
+KEY = "routed_experts"
+PATHS = (("meta_info", KEY), ("meta_info", "indexer_topk"), ("choices", 0, KEY))
+_EXPERTS = np.arange(8192, dtype=np.int32)
+_TEXT = base64.b64encode(_EXPERTS.tobytes()).decode()
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes are worth it in the tests of properties."""
+    if "small" in request.fixturenames:
+        monkeypatch.setattr(payload, "_WORTH_IT", 8)
+
+
+@pytest.fixture
+def small() -> None:
+    """See ``small_is_large``."""
+
+
+def _as_texts(value: Any) -> Any:
+    """Bytes as the base64 that they came from."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, dict):
+        return {key: _as_texts(item) for key, item in value.items()}
+    return [_as_texts(item) for item in value] if isinstance(value, list) else value
+
+
+def _read(body: bytes) -> Any:
+    """What the plain parse says, or that it refuses; the fast one must agree on either."""
+    plain, fast = _try(lambda: parse_json(body)), _try(lambda: parse_answer(body, PATHS))
+    assert _as_texts(fast) == plain
+    return fast
+
+
+def _try(parse: Callable[[], Any]) -> Any:
+    try:
+        return parse()
+    except ValueError:
+        return "refused"
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_experts_come_as_bytes(kind: Any) -> None:
+    """Without a Python string of them, from either kind of body, and the rest is as sent."""
+    sent = {"text": "a", "meta_info": {"id": "r", KEY: _TEXT, "indexer_topk": _TEXT, "z": [1]}}
+    answer = parse_answer(kind(orjson.dumps(sent)), PATHS)
+    assert isinstance(answer["meta_info"][KEY], bytes)
+    assert np.array_equal(decode_experts(answer["meta_info"][KEY]), _EXPERTS)
+    assert np.array_equal(decode_experts(answer["meta_info"]["indexer_topk"]), _EXPERTS)
+    assert _as_texts(answer) == sent
+
+
+def test_a_place_in_a_list() -> None:
+    """As vLLM has it."""
+    answer = parse_answer(orjson.dumps({"choices": [{KEY: _TEXT}]}), PATHS[2:])
+    assert isinstance(answer["choices"][0][KEY], bytes)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n\t "])
+def test_spaces_around_the_colon(space: str) -> None:
+    """Written by another JSON library."""
+    body = f'{{"meta_info":{space}{{{space}"{KEY}"{space}:{space}"{_TEXT}"{space}}}}}'.encode()
+    assert isinstance(parse_answer(body, PATHS)["meta_info"][KEY], bytes)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'{{"meta_info":{{"x":"{KEY}\\":\\"{_TEXT}","{KEY}":null}}}}',
+        f'{{"text":"{{\\"{KEY}\\":\\"{_TEXT}\\"","meta_info":{{}}}}',
+        f'{{"x\\",\\"{KEY}":"{_TEXT}","meta_info":{{"{KEY}":"AAAA"}}}}',
+        f'{{"{KEY}":"{_TEXT}","meta_info":{{"{KEY}":[1,2]}}}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT}","{KEY}":"AAAA"}}}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT}"}},"meta_info":{{"{KEY}":"BBBB"}}}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT}!"}}}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT[:-1]}"}}}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT[:99]}\\n{_TEXT[99:]}"}}}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT[:99]}\\u0041{_TEXT[99:]}"}}}}',
+        f'{{"meta_info":[{{"{KEY}":"{_TEXT}"}}]}}',
+        f'[{{"meta_info":{{"{KEY}":"{_TEXT}"}}}}]',
+        f'{{"meta_info":"{KEY}","{KEY}":"{_TEXT}"}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT}"}}',
+        f'{{"meta_info":{{"{KEY}":"{_TEXT}',
+    ],
+    ids=range(15),
+)
+def test_what_only_looks_like_it(body: str) -> None:
+    """The key in a text, elsewhere, twice, with escapes; base64 that is none; JSON that is none."""
+    _read(body.encode())
+
+
+_keys = st.sampled_from(["meta_info", KEY, "indexer_topk", "choices", f'x","{KEY}', f'"{KEY}":"', "text", "é"])
+_codes = st.binary(min_size=6, max_size=24).map(lambda raw: base64.b64encode(raw).decode())
+_texts = st.one_of(
+    _codes,
+    st.text(max_size=12),
+    _codes.map(lambda code: f'{{"{KEY}":"{code}"}}'),
+    _codes.map(lambda code: f'\\","{KEY}":"{code}\\'),
+)
+_values = st.recursive(
+    st.one_of(_texts, st.none(), st.booleans(), st.integers(-9, 9)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_keys, inner, max_size=4)),
+    max_leaves=12,
+)
+_answers = st.fixed_dictionaries(
+    {"meta_info": st.dictionaries(_keys, st.one_of(_texts, _values), max_size=4)},
+    optional={
+        "text": _texts,
+        "choices": st.lists(st.dictionaries(_keys, _values, max_size=3), max_size=2),
+        KEY: _texts,
+    },
+)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=st.one_of(_answers, _values), spaced=st.booleans(), ascii_only=st.booleans())
+def test_any_document_reads_alike(small: None, value: Any, spaced: bool, ascii_only: bool) -> None:
+    """Hostile texts included."""
+    separators = (", ", " : ") if spaced else (",", ":")
+    _read(json.dumps(value, separators=separators, ensure_ascii=ascii_only).encode())
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    value=_answers, at=st.integers(0, 400), dirt=st.sampled_from([b"", b'"', b"\\", b",", b"{", b"NaN", b"\xff", b"A"])
+)
+def test_any_damaged_document_reads_alike(small: None, value: Any, at: int, dirt: bytes) -> None:
+    """One byte lost, or something put in: refused by both, or read alike."""
+    whole = json.dumps(value).encode()
+    at %= len(whole)
+    _read(whole[:at] + dirt + whole[at + 1 :])
+
+
+def _with_twins(pairs: list[tuple[str, Any]]) -> bytes:
+    return b"{" + b",".join(orjson.dumps(key) + b":" + orjson.dumps(value) for key, value in pairs) + b"}"
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(inner=st.lists(st.tuples(_keys, _texts), max_size=5), outer=st.lists(st.tuples(_keys, _texts), max_size=3))
+def test_any_document_with_twins_reads_alike(small: None, inner: list[tuple[str, str]], outer: list[Any]) -> None:
+    """The same key twice in an object: the last one counts."""
+    _read(b'{"meta_info":' + _with_twins(inner) + b"," + _with_twins(outer)[1:].replace(b"}", b',"z":1}', 1))
+    _read(b'{"meta_info":' + _with_twins(inner) + b"}")
