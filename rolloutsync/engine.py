@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rolloutsync.config import ClientConfig
     from rolloutsync.dialects.base import Call, Dialect
     from rolloutsync.errors import Cut
+    from rolloutsync.order import Group
     from rolloutsync.payload import JsonPath
     from rolloutsync.sample import Prompt, Segment
 
@@ -45,10 +46,16 @@ class Engine:
 
     All calls raise ``TransportError`` where the exchange broke, ``EngineHTTPError`` for an error answer and
     ``ProtocolError`` for an answer that cannot be right, each naming this engine.
+
+    Attributes:
+        front: Where its generates go: its own URL, or that of a router, which several engines then share.
+        fixed_limit: The most requests that it takes at once, whatever it says and the user wants; None for no such.
     """
 
+    fixed_limit: int | None = None
+
     def __init__(self, url: str, transport: Transport, dialect: Dialect, config: ClientConfig, clock: Clock) -> None:
-        self.url = url
+        self.url = self.front = url
         self.dialect = dialect
         self._transport = transport
         self._config = config
@@ -60,7 +67,14 @@ class Engine:
     # --- generate: the data lane ---
 
     def generate(
-        self, prompt: Prompt, rid: str, *, deadline: Deadline, dp_rank: int | None = None, fresh: bool = False
+        self,
+        prompt: Prompt,
+        rid: str,
+        *,
+        deadline: Deadline,
+        dp_rank: int | None = None,
+        fresh: bool = False,
+        group: Group | None = None,  # noqa: ARG002 - a router wants to know what belongs together
     ) -> Segment:
         """Generate one sample's tokens; blocks until the engine has them all, or ``deadline``."""
         call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank)

@@ -173,9 +173,9 @@ class Fleet(Roster):
                 self._clock.wait(self._changed, until.remaining())
 
     def leases(self, url: str | None = None, *, of: Callable[[Order], bool] | None = None) -> list[Lease]:
-        """Requests in flight now: at one engine or all, of all orders or some."""
+        """Requests in flight now, of all orders or some: at all engines, or at one (and all that share its front)."""
         with self._lock:
-            leases = [lease for slot in self._some_locked(url) for lease in slot.leases.values()]
+            leases = [lease for slot in self._sharing_locked(url) for lease in slot.leases.values()]
             return [lease for lease in leases if of is None or of(lease.order)]
 
     def rids(self, url: str) -> list[str]:

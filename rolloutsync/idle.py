@@ -173,10 +173,12 @@ class Drainer:
         result = self._sweep(engine, deadline)
         if result.state is IdleState.GONE:
             self._fleet.set_state(url, EngineState.DOWN, result.detail)
+            if engine.front != url:  # what of ours was meant for it may run at others, whose sweeps wait for it
+                result = replace(result, rids=())
         if result.rids or not result.state.quiet:
             engine.cut(Cut.DRAIN)
             self._fleet.await_none(url, _AFTER_CUT_S)
-        if result.state is IdleState.GONE:  # what was in flight there has ended with it
+        if result.state is IdleState.GONE and engine.front == url:  # what was in flight there has ended with it
             result = replace(result, rids=tuple(self._fleet.rids(url)))
         self._fleet.set_proven(url, result.state.quiet and not result.rids)
         return result
@@ -213,10 +215,10 @@ class Drainer:
     def abort_own(self, timeout: float, of: Callable[[Order], bool]) -> DrainReport:
         """Abort the requests of some orders by id and await their answers; nobody else's are touched."""
         begun, deadline = self._clock.monotonic(), Deadline.after(self._clock, timeout)
-        by_url: dict[str, list[Lease]] = defaultdict(list)
+        by_front: dict[str, list[Lease]] = defaultdict(list)
         for lease in self._fleet.leases(of=of):
-            by_url[lease.engine.url].append(lease)
-        calls = [_bind(self._own_at, leases[0].engine, deadline, of) for leases in by_url.values()]
+            by_front[lease.engine.front].append(lease)
+        calls = [_bind(self._own_at, leases[0].engine, deadline, of) for leases in by_front.values()]
         drains = [outcome.get() for outcome in fan_out(f"{self._name}-abort", calls)]
         return DrainReport(tuple(drains), self._clock.monotonic() - begun, scope="own")
 

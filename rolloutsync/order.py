@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,9 @@ from rolloutsync.sample import begin
 if TYPE_CHECKING:
     from rolloutsync.clock import Deadline
     from rolloutsync.sample import Prompt, Sample
+
+
+_numbers = itertools.count()
 
 
 class Stop:
@@ -32,13 +36,15 @@ class Group:
     """The members of one prompt. Its home is where the first of them went; guarded by the fleet's lock.
 
     A sticky one (the turns of an episode) waits at its home for room, and moves only if that is not live any more.
+    Its number is its own within this process.
     """
 
-    __slots__ = ("__weakref__", "home", "rank", "size", "sticky")
+    __slots__ = ("__weakref__", "home", "number", "rank", "size", "sticky")
 
     def __init__(self, size: int, *, sticky: bool = False) -> None:
         self.size = size
         self.sticky = sticky
+        self.number = next(_numbers)
         self.home: str | None = None
         self.rank: int | None = None
 

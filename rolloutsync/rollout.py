@@ -114,12 +114,17 @@ class Rollout:
 
     def _send(self, trail: _Trail, lease: Lease) -> Segment:
         started = self._clock.monotonic()
-        trail.engine = lease.engine.url
+        trail.engine = lease.engine.front
         lease.rid = trail.rid
         trail.note(Doing.ENGINE, started)
         try:
             segment = lease.engine.generate(
-                trail.order.prompt, trail.rid, deadline=trail.deadline, dp_rank=lease.dp_rank, fresh=trail.fresh
+                trail.order.prompt,
+                trail.rid,
+                deadline=trail.deadline,
+                dp_rank=lease.dp_rank,
+                fresh=trail.fresh,
+                group=trail.order.group,
             )
         finally:
             trail.engine_s += self._clock.monotonic() - started

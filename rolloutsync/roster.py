@@ -51,7 +51,7 @@ class Roster:
             if slot is not None:
                 slot.state, slot.reason = self._returned_locked(slot)  # before its last request had ended
             else:
-                self._slots[engine.url] = Slot(engine, self._concurrency)
+                self._slots[engine.url] = Slot(engine, engine.fixed_limit or self._concurrency)
             self._wake_locked()
         if slot is not None:
             self._on_trouble()
@@ -112,7 +112,18 @@ class Roster:
             log.log(logging.DEBUG if before is EngineState.NEW else logging.INFO, "engine %s is live", url)
             return
         log.warning("engine %s is %s: %s", url, state, clip(reason, 300))
+        if reason.startswith(STALE):
+            self._spread(url, state)
         self._on_trouble()
+
+    def _spread(self, url: str, state: EngineState) -> None:
+        """Nobody can keep a router from sending to a stale engine: it takes all others behind that router with it."""
+        with self._changed:
+            others = [slot.engine.url for slot in self._sharing_locked(url) if slot.is_live]
+        for other in others:
+            self.set_state(
+                other, state, f"{STALE}: {url}, which is behind the same router, has not the fleet's weights"
+            )
 
     def explain(self, url: str, reason: str) -> None:
         """Say anew why an engine is in the state that it is in; logs that once."""
@@ -189,10 +200,16 @@ class Roster:
         return new
 
     def staleness(self, engine: Engine) -> str:
-        """Why an engine may not join: it serves other weights than the fleet. Empty if it may."""
+        """Why an engine may not join: it, or one behind the same router, serves other weights. Empty if it may."""
         expected, version = self.expected_version, engine.facts.weight_version
-        stale = expected is not None and version != expected
-        return f"{STALE}: it serves weights {version!r}, the fleet {expected!r}" if stale else ""
+        if expected is None:
+            return ""
+        if version != expected:
+            return f"{STALE}: it serves weights {version!r}, the fleet {expected!r}"
+        with self._changed:
+            kept = [slot for slot in self._sharing_locked(engine.url) if slot.state is EngineState.QUARANTINED]
+        wrong = [slot.engine.url for slot in kept if slot.engine.facts.weight_version != expected]
+        return f"{STALE}: {wrong}, behind the same router, serve other weights than {expected!r}" if wrong else ""
 
     @property
     def is_closed(self) -> bool:
@@ -210,6 +227,12 @@ class Roster:
 
     def _some_locked(self, url: str | None) -> list[Slot]:
         return [slot for name, slot in self._slots.items() if url in {None, name}]
+
+    def _sharing_locked(self, url: str | None) -> list[Slot]:
+        """Those to which a request may have gone that was meant for ``url``: it alone, or all behind its router."""
+        slot = self._slots.get(url) if url is not None else None
+        front = slot.engine.front if slot is not None else url
+        return [slot for slot in self._slots.values() if url is None or slot.engine.front == front]
 
     def _states_locked(self) -> set[EngineState]:
         return {slot.state for slot in self._slots.values()}
