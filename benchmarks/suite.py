@@ -74,18 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
+    failed = 0
     for benchmark, options in plans:
         try:
             measured = _run(benchmark, options, common, console)
         except BenchmarkError as error:
             print(error, file=sys.stderr)
-            return 1
+            failed = 1
+            continue
         rows += measured
         verdicts += [] if common.form is Form.SMOKE else benchmark.judge(measured)
     if verdicts:
         console.print(targets_table(verdicts))
     _write(common, rows, verdicts)
-    return 0
+    return failed
 
 
 def _run(benchmark: Benchmark, options: Any, common: Common, console: Console) -> list[Row]:
