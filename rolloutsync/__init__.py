@@ -31,6 +31,7 @@ from rolloutsync.errors import (
     TransportError,
     UnsupportedError,
     WeightUpdateError,
+    WrongServerError,
 )
 from rolloutsync.idle import DrainReport
 from rolloutsync.jobs import Job
@@ -98,6 +99,7 @@ __all__ = [
     "WeightSpan",
     "WeightUpdate",
     "WeightUpdateError",
+    "WrongServerError",
     "install_sigterm",
     "load_samples",
     "save_samples",

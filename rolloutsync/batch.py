@@ -15,7 +15,7 @@ from rolloutsync.sample import Prompt, Sample, Status
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from rolloutsync.dialects.base import Dialect
+    from rolloutsync.dialects.base import Vocabulary
     from rolloutsync.sample import IntArray
 
 _IDS_KEYS = ("input_ids", "prompt_token_ids")
@@ -46,7 +46,7 @@ class BatchRules:
     """What holds for every item of one call.
 
     Attributes:
-        dialect: Checks sampling parameters.
+        vocabulary: Checks sampling parameters.
         sampling: The call's own parameters, checked.
         fields: The call's request fields.
         n: Samples of each prompt.
@@ -54,7 +54,7 @@ class BatchRules:
         keep_partials: Partials go on where they were cut; otherwise they start over.
     """
 
-    dialect: Dialect
+    vocabulary: Vocabulary
     sampling: Mapping[str, Any]
     fields: Mapping[str, Any]
     n: int = 1
@@ -68,7 +68,7 @@ Item = Prompt | Resumed | Sample
 def overridden(rules: BatchRules, sampling_params: Any, fields: Mapping[str, Any]) -> BatchRules:
     """The rules with other sampling parameters and request fields, key by key; errors as for those of a call."""
     check_fields(fields)
-    sampling = {**rules.sampling, **rules.dialect.check_sampling(sampling_params)}
+    sampling = {**rules.sampling, **rules.vocabulary.check_sampling(sampling_params)}
     return replace(rules, sampling=sampling, fields={**rules.fields, **fields})
 
 
@@ -153,7 +153,7 @@ def _read_sample(sample: Sample, rules: BatchRules, where: str) -> Item:
     if rules.n > 1:
         kind = "finished sample" if finished else "partial"
         raise ValueError(f"{where}a {kind} cannot have n={rules.n} members: pass those that have begun with n=1")
-    return sample if finished else resume(sample, rules.dialect, where)
+    return sample if finished else resume(sample, rules.vocabulary, where)
 
 
 def _from_dict(item: Mapping[str, Any], rules: BatchRules, where: str) -> Prompt:
@@ -187,7 +187,7 @@ def _merged(own: Any, rules: BatchRules, where: str) -> Mapping[str, Any]:
     if own is None or own == {}:
         return rules.sampling
     try:
-        return {**rules.sampling, **rules.dialect.check_sampling(own)}
+        return {**rules.sampling, **rules.vocabulary.check_sampling(own)}
     except (ValueError, TypeError) as error:
         raise type(error)(f"{where}{error}") from None
 

@@ -44,7 +44,7 @@ class Controls:
             ControlError: It failed at some; the others' answers are in it.
         """
         engines = self._fleet.engines()
-        calls = [_bind(engine, call_for(engine)) for engine in engines]
+        calls = [_bind(engine, call_for(engine) if engine.known else None, call_for) for engine in engines]
         answers: dict[str, Any] = {}
         errors: dict[str, RolloutError] = {}
         for engine, outcome in zip(engines, fan_out(f"{self._name}-{verb}", calls), strict=True):
@@ -76,7 +76,8 @@ class Controls:
     def pause(self, mode: str) -> None:
         """Hold the gate, then pause every engine."""
         for engine in self._fleet.engines():
-            engine.dialect.pause(mode)  # refuses an unknown mode before anything happens
+            if engine.known:
+                engine.dialect.pause(mode)  # refuses an unknown mode before anything happens
         self._fleet.close_gate(self._pause, GateMode.HOLD, cuts=mode == "abort")
         if any(self._fleet.is_paused(engine.url) for engine in self._fleet.engines()):
             self._continue()  # a second mode on top of the first can block an engine
@@ -161,8 +162,14 @@ def control_call(path: Any, json: Any, method: Any) -> Call:
     return Call(method=method, path=path, body=body, admin=True)
 
 
-def _bind(engine: Engine, call: Call) -> Callable[[], Any]:
-    return lambda: engine.call(call)
+def _bind(engine: Engine, call: Call | None, call_for: Callable[[Engine], Call]) -> Callable[[], Any]:
+    """The call, or how it is made once it is known what the engine speaks."""
+
+    def make() -> Any:
+        engine.know()
+        return engine.call(call or call_for(engine))
+
+    return make
 
 
 def _bind_load(engine: Engine) -> Callable[[], LoadReading]:

@@ -15,7 +15,8 @@ from rolloutsync.clock import ActiveTime, Clock, Deadline
 from rolloutsync.collect import Collector, Means, Plan
 from rolloutsync.collected import Collected
 from rolloutsync.controls import Controls
-from rolloutsync.dialects.sglang import SGLangDialect
+from rolloutsync.dialects.common import Common
+from rolloutsync.dialects.every import BY_NAME
 from rolloutsync.dump import Dump, make_dump
 from rolloutsync.engine import Engine
 from rolloutsync.errors import ClientClosedError
@@ -77,7 +78,7 @@ class Core:
         self.clock = clock or Clock()
         self.name = f"rolloutsync-{next(_names)}"
         self._config = config
-        self.dialect = SGLangDialect()
+        self.vocabulary = Common()
         self.transport = Transport(
             clock=self.clock,
             timeouts=config.timeouts,
@@ -119,12 +120,20 @@ class Core:
 
     def add(self, url: str) -> bool:
         """Make ``url`` a member; it is asked what it is by the next verb. False if it is one already."""
-        return self.fleet.add(Engine(url, self.transport, self.dialect, self._config, self.clock))
+        return self.fleet.add(Engine(url, self.transport, BY_NAME.get(self._config.dialect), self._config, self.clock))
 
     def ready(self, limit_s: float | None = None) -> None:
         """Block until the engines are known, as far as they answer; see ``Watcher.learn_new``."""
         self.check_open()
         self.watcher.learn_new(limit_s)
+        if (wrong := self.watcher.wrong_server()) is not None:
+            raise wrong
+
+    def check_mode(self, mode: str) -> None:
+        """Raise ValueError unless every engine can be made quiet in this mode, as far as it is known what they are."""
+        known = [engine.dialect for engine in self.fleet.engines() if engine.known]
+        for dialect in known or BY_NAME.values():
+            dialect.weights.pause_mode(mode)
 
     @property
     def is_closed(self) -> bool:
@@ -213,10 +222,10 @@ class Core:
     def _of_member(self, prompt: Prompt, member: int) -> Prompt:
         """The prompt of one member: a seed is the first member's, and one more for each further member."""
         params = prompt.sampling_params
-        seed = params.get(self.dialect.seed)
+        seed = params.get(self.vocabulary.seed)
         if seed is None or member == 0:
             return prompt
-        return replace(prompt, sampling_params={**params, self.dialect.seed: int(seed) + member})
+        return replace(prompt, sampling_params={**params, self.vocabulary.seed: int(seed) + member})
 
     def submit(self, request: Request) -> SampleFuture:
         """Admit a single order; its future."""

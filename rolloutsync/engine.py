@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rolloutsync.clock import Deadline
-from rolloutsync.dialects.base import (
-    Experts,
-    Facts,
-    LoadReading,
-    error_text,
-    model_experts,
-    model_vocab,
-    unknown_load,
-)
+from rolloutsync.dialects.base import Call, LoadKind, LoadReading, unknown_load
+from rolloutsync.endpoint import Endpoint
 from rolloutsync.errors import (
+    Cut,
     EngineHTTPError,
     Phase,
     ProtocolError,
@@ -26,43 +17,21 @@ from rolloutsync.errors import (
     TransportError,
     UnsupportedError,
 )
-from rolloutsync.payload import parse_answer, parse_json
-from rolloutsync.transport import Lane, Reply, Transport
+from rolloutsync.transport import Lane
 
 if TYPE_CHECKING:
-    from rolloutsync.clock import Clock
-    from rolloutsync.config import ClientConfig
-    from rolloutsync.dialects.base import Call, Dialect
-    from rolloutsync.errors import Cut
+    from collections.abc import Sequence
+
     from rolloutsync.order import Group
-    from rolloutsync.payload import JsonPath
     from rolloutsync.sample import Prompt, Segment
+    from rolloutsync.transport import Reply
 
-_USER_AGENT = "rolloutsync"
+_CONTINUE_S = 2.0
+_BROKEN = {Phase.RACE, Phase.SENT, Phase.BODY}
 
 
-class Engine:
-    """One inference server. Thread-safe; every call blocks for at most its deadline.
-
-    All calls raise ``TransportError`` where the exchange broke, ``EngineHTTPError`` for an error answer and
-    ``ProtocolError`` for an answer that cannot be right, each naming this engine.
-
-    Attributes:
-        front: Where its generates go: its own URL, or that of a router, which several engines then share.
-        fixed_limit: The most requests that it takes at once, whatever it says and the user wants; None for no such.
-    """
-
-    fixed_limit: int | None = None
-
-    def __init__(self, url: str, transport: Transport, dialect: Dialect, config: ClientConfig, clock: Clock) -> None:
-        self.url = self.front = url
-        self.dialect = dialect
-        self._transport = transport
-        self._config = config
-        self._clock = clock
-        self.facts = self._with_model(Facts())
-        self._header_sets: dict[tuple[bool, bool], dict[str, str]] = {}
-        self._load_call = 0  # index of the load call that this engine answers
+class Engine(Endpoint):
+    """One inference server; see ``Endpoint``. Thread-safe."""
 
     # --- generate: the data lane ---
 
@@ -76,16 +45,43 @@ class Engine:
         fresh: bool = False,
         group: Group | None = None,  # noqa: ARG002 - a router wants to know what belongs together
     ) -> Segment:
-        """Generate one sample's tokens; blocks until the engine has them all, or ``deadline``."""
-        call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank)
-        with self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh) as reply:
+        """Generate one sample's tokens; blocks until the engine has them all, or ``deadline``.
+
+        Where the engine lacks the best way it is asked by the next, also from then on.
+        """
+        while True:
+            routes = self.dialect.generate_routes(prompt, self.facts)
+            route = routes[0] if not self._lacking else self._first_there(routes)
             try:
-                with self._transport.turn_for(reply):
-                    return self._decode(call, reply, prompt, rid)
-            except ProtocolError as error:
-                reply.distrust()
-                error.engine, error.rid = self.url, rid
-                raise
+                call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank, route=route)
+                with self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh) as reply:
+                    try:
+                        with self._transport.turn_for(reply):
+                            return self._decode(call, reply, prompt, rid)
+                    except ProtocolError as error:
+                        reply.distrust()
+                        error.engine, error.rid = self.url, rid
+                        raise
+            except EngineHTTPError as error:
+                if not self._finds_another_way(routes, route, error):
+                    error.engine, error.rid = self.url, rid
+                    raise
+
+    def _first_there(self, routes: Sequence[str]) -> str:
+        return next((route for route in routes if route not in self._lacking), routes[-1])
+
+    def _finds_another_way(self, routes: Sequence[str], route: str, error: EngineHTTPError) -> bool:
+        """Whether an error answer says that the engine has no such route, and there is another one for this prompt."""
+        if not self.dialect.lacks(Call(method="POST", path=route), error.status, error.message):
+            return False
+        if route != routes[-1]:
+            self._lacking |= {route}
+            return True
+        before = self.dialect
+        if not self._sure:  # there was nothing but a gateway when it was asked what it is
+            with contextlib.suppress(TransportError):
+                self._recognise()
+        return self.dialect is not before
 
     def _decode(self, call: Call, reply: Reply, prompt: Prompt, rid: str) -> Segment:
         self._check_status(call, reply, rid)
@@ -100,34 +96,59 @@ class Engine:
 
     # --- everything else: the control lane ---
 
-    def call(self, call: Call, *, deadline: Deadline | None = None, fresh: bool = False) -> Any:
-        """Make one control call, never re-sent; its JSON, or its text where it is not JSON."""
-        timeouts = self._config.timeouts
-        seconds = timeouts.long_control_s if call.long else timeouts.control_s
-        limit = Deadline.after(self._clock, seconds if deadline is None else deadline.within(seconds))
-        with self._exchange(call, Lane.CONTROL, limit, fresh=fresh) as reply:
-            self._check_status(call, reply, None)
-            try:
-                return parse_json(reply.body)
-            except ValueError:
-                return reply.body.decode("utf-8", "replace")
-
     def abort(self, rid: str | None, *, deadline: Deadline | None = None) -> None:
         """Abort one request, or all with None. The answer proves receipt, not the end.
 
-        The abort of one request is sent a second time where its connection broke: it can do no harm twice.
+        Raises:
+            UnsupportedError: It has no way to do so. One request then ends by its socket, where that is as good.
         """
+        self.know(deadline)
+        ways, by_socket = self.dialect.abort_ways(rid), rid is not None and self.dialect.ends_on_disconnect
+        there = [way for way in ways if way[0].path not in self._lacking]
+        for way in there if there or by_socket else ways[-1:]:
+            try:
+                self._go(way, rid, deadline)
+            except EngineHTTPError as error:
+                if not self.dialect.lacks(way[0], error.status, error.message) or not (
+                    by_socket or way is not ways[-1]
+                ):
+                    raise
+                self._lacking |= {way[0].path}
+            else:
+                return
+        if not self.cut(Cut.ABORT, rid=rid):
+            self.call(self.dialect.reach_call(), deadline=deadline)  # whose connection broke: is it still there?
+
+    def _go(self, way: Sequence[Call], rid: str | None, deadline: Deadline | None) -> None:
+        """Make the calls of one way to abort. What the first one began is ended by the others, whatever came of it."""
         try:
-            self.call(self.dialect.abort(rid), deadline=deadline)
+            self._abort_by(way[0], rid, deadline)
+        except UnsupportedError:
+            raise
+        except RolloutError:
+            with contextlib.suppress(RolloutError):
+                self._end_of(way)
+            raise
+        self._end_of(way)
+
+    def _end_of(self, way: Sequence[Call]) -> None:
+        for call in way[1:]:
+            self.call(call, deadline=Deadline.after(self._clock, _CONTINUE_S))
+
+    def _abort_by(self, call: Call, rid: str | None, deadline: Deadline | None) -> None:
+        """The abort of one request is sent a second time where its connection broke: it can do no harm twice."""
+        try:
+            self.call(call, deadline=deadline)
         except TransportError as error:
-            if rid is None or error.cut is not None or error.phase not in {Phase.RACE, Phase.SENT, Phase.BODY}:
+            if rid is None or error.cut is not None or error.phase not in _BROKEN:
                 raise
-            self.call(self.dialect.abort(rid), deadline=deadline, fresh=True)
+            self.call(call, deadline=deadline, fresh=True)
 
     def load(self, *, deadline: Deadline | None = None) -> LoadReading:
         """Read the load. An answer that makes no sense is an UNKNOWN reading; only transport errors raise."""
+        self.know(deadline)
         calls = self.dialect.load_calls()
-        for number in range(self._load_call, len(calls)):
+        for number in range(min(self._load_call, len(calls) - 1), len(calls)):
             try:
                 answer = self.call(calls[number], deadline=deadline)
             except UnsupportedError:
@@ -135,124 +156,47 @@ class Engine:
             except EngineHTTPError as error:
                 return unknown_load(str(error))
             self._load_call = number
-            return self.dialect.read_load(calls[number], answer, self.facts.dp_size or 1)
+            reading = self.dialect.read_load(calls[number], answer, self.facts.dp_size or 1)
+            return reading if reading.kind is not LoadKind.ZERO else self._work(reading, deadline)
         return unknown_load(f"this engine has none of {[call.path for call in calls]}")
 
-    def learn(self) -> Facts:
-        """Ask what the engine is, and keep it. A facts call that it refuses or lacks leaves the facts unknown."""
-        for call in self.dialect.facts_calls():
-            try:
-                answer = self.call(call)
-            except UnsupportedError:
-                continue
-            self.facts = self._with_model(self.dialect.read_facts(answer))
-            break
-        with contextlib.suppress(EngineHTTPError):  # a key that may not ask this, or an engine that cannot tell
-            version = self.dialect.read_version(self.call(self.dialect.version_call()))
-            self.facts = replace(self.facts, weight_version=version or self.facts.weight_version)
-        return self.facts
+    def _work(self, reading: LoadReading, deadline: Deadline | None) -> LoadReading:
+        """A reading of zero, or what shows that there is work all the same."""
+        for call in self.dialect.work_calls():
+            with contextlib.suppress(RolloutError):
+                more = self.dialect.read_load(call, self.call(call, deadline=deadline), 1)
+                if more.kind is LoadKind.BUSY:
+                    return more
+        return reading
 
-    def heard_version(self, version: str | None) -> None:
-        """Note the weight version that an answer named."""
-        if version is not None and version != self.facts.weight_version:
-            self.facts = replace(self.facts, weight_version=version)
+    def held(self, *, deadline: Deadline | None = None) -> int | None:
+        """Abort everything where that does an idle engine no harm; how much there was, or None if it does not tell."""
+        call = self.dialect.census
+        if call is None or call.path in self._lacking:
+            return None
+        try:
+            return self.dialect.read_census(self.call(call, deadline=deadline))
+        except UnsupportedError:
+            self._lacking |= {call.path}
+            return None
+
+    def ask_scheduler(self, deadline: Deadline) -> bool:
+        """Make a call that goes through the scheduler; False if this engine has none. No answer is an error."""
+        for call in self.dialect.scheduler_calls():
+            with contextlib.suppress(UnsupportedError):
+                self.call(call, deadline=deadline)
+                return True
+        return False
 
     def scheduler_answers(self, deadline: Deadline) -> bool:
         """Whether a call that goes through the scheduler is answered, whatever it says. One it lacks counts as such."""
-        for call in self.dialect.facts_calls():
-            try:
-                self.call(call, deadline=deadline)
-            except UnsupportedError:
-                continue
-            except EngineHTTPError:
-                return True
-            except TransportError as error:
-                return error.phase is Phase.LOCAL  # our own shortage says nothing about the engine
-            except RolloutError:
-                return False
-            return True
-        return True
-
-    def is_reachable(self) -> bool:
-        """Whether it answers the cheapest call there is, whatever it says."""
         try:
-            self.call(self.dialect.version_call())
+            self.know(deadline)
+            self.ask_scheduler(deadline)
         except EngineHTTPError:
             return True
+        except TransportError as error:
+            return error.phase is Phase.LOCAL  # our own shortage says nothing about the engine
         except RolloutError:
             return False
         return True
-
-    def _with_model(self, facts: Facts) -> Facts:
-        """Add what the model's ``config.json`` says, where its path is readable here, and the user's own shape."""
-        config = _read_config(facts.model_path)
-        experts = model_experts(config)
-        if self._config.routed_experts_shape is not None:
-            layers, topk = self._config.routed_experts_shape
-            experts = Experts(layers=layers, topk=topk, count=experts.count)
-        return replace(facts, experts=experts, vocab_size=facts.vocab_size or model_vocab(config))
-
-    # --- one exchange ---
-
-    def _exchange(
-        self, call: Call, lane: Lane, deadline: Deadline, *, rid: str | None = None, fresh: bool = False
-    ) -> Reply:
-        return self._transport.exchange(
-            method=call.method,
-            url=self.url + call.path,
-            headers=self._headers(call),
-            body=call.body,
-            lane=lane,
-            engine=self.url,
-            deadline=deadline,
-            rid=rid,
-            fresh=fresh,
-        )
-
-    def _headers(self, call: Call) -> dict[str, str]:
-        headers = self._header_sets.get((call.admin, call.body is None))
-        return headers or self._make_headers(admin=call.admin, empty=call.body is None)
-
-    def _make_headers(self, *, admin: bool, empty: bool) -> dict[str, str]:
-        headers = {"User-Agent": _USER_AGENT, "Accept": "*/*", "Accept-Encoding": "identity"}
-        if not empty:
-            headers["Content-Type"] = "application/json"
-        key = (self._config.admin_api_key if admin else None) or self._config.api_key
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        return self._header_sets.setdefault((admin, empty), headers)
-
-    def _check_status(self, call: Call, reply: Reply, rid: str | None) -> None:
-        status = reply.status
-        if 200 <= status < 300:
-            return
-        words = error_text(reply.body)
-        hint = f" (to {reply.headers.get('Location')!r}; redirects are not followed)" if 300 <= status < 400 else ""
-        kind = UnsupportedError if status in {404, 405} else EngineHTTPError
-        raise kind(
-            f"{call.method} {call.path} answered {status}{hint}: {words}",
-            engine=self.url,
-            rid=rid,
-            status=status,
-            retry_after=reply.headers.get("Retry-After"),
-            paused=self.dialect.says_paused(status, reply.body),
-        )
-
-    def _json(self, call: Call, reply: Reply, large: tuple[JsonPath, ...]) -> Any:
-        try:
-            return parse_answer(reply.body, large)
-        except ValueError:
-            start = error_text(reply.body[:300])
-            raise ProtocolError(
-                f"{call.path} answered {reply.status} with something that is not JSON: {start}"
-            ) from None
-
-
-def _read_config(model_path: str | None) -> dict[str, Any]:
-    if model_path is None:
-        return {}
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}

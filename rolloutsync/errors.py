@@ -10,6 +10,7 @@
     ├── TransportError                phase, cut: an exchange broke before its answer was complete
     ├── EngineHTTPError               status: the engine answered with an error of its own
     │   └── UnsupportedError          404/405: this engine does not have that endpoint
+    ├── WrongServerError              what answers at that URL is no engine
     ├── ProtocolError                 200, but not an answer that can be right
     ├── EngineAbortError              the engine ended the sample, unasked, with an error
     ├── PoisonPromptError             engines: two of them died with this sample
@@ -193,6 +194,10 @@ class EngineHTTPError(RolloutError):
 
 class UnsupportedError(EngineHTTPError):
     """The engine has no such endpoint (404 or 405)."""
+
+
+class WrongServerError(RolloutError):
+    """What answers at an engine's URL is something else, such as a router; the message says what to do."""
 
 
 class ProtocolError(RolloutError):

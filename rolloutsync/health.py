@@ -8,7 +8,17 @@ import weakref
 from typing import TYPE_CHECKING
 
 from rolloutsync.clock import Deadline
-from rolloutsync.errors import Cut, EngineHTTPError, Phase, ProtocolError, RolloutError, TransportError, clip
+from rolloutsync.errors import (
+    Cut,
+    EngineHTTPError,
+    Phase,
+    ProtocolError,
+    RolloutError,
+    TransportError,
+    UnsupportedError,
+    WrongServerError,
+    clip,
+)
 from rolloutsync.gate import GateMode
 from rolloutsync.slot import EngineState
 from rolloutsync.sweep import Sweep
@@ -47,7 +57,13 @@ class Watcher:
         self._watching: dict[Engine, threading.Thread] = {}
         self._asked: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._threads: dict[Engine, threading.Thread] = {}  # by absent engine; an added one is not the removed one
+        self._wrong: weakref.WeakKeyDictionary[Engine, WrongServerError] = weakref.WeakKeyDictionary()
         self._closed = False
+
+    def wrong_server(self) -> WrongServerError | None:
+        """For a member that never was an engine, what it is instead."""
+        wrong = self._wrong
+        return next((wrong[engine] for engine in self._fleet.engines() if engine in wrong), None) if wrong else None
 
     def learn_new(self, limit_s: float | None = None) -> None:
         """Ask each new engine what it is, all at once.
@@ -142,6 +158,10 @@ class Watcher:
         """Whether it is there. An engine that answers anything is; what it is may stay unknown."""
         try:
             engine.learn()
+        except WrongServerError as error:
+            if not engine.known:
+                self._wrong[engine] = error
+            return EngineState.DOWN, error.message
         except (EngineHTTPError, ProtocolError) as error:
             log.info("engine %s does not say what it is: %s", engine.url, clip(error.message, 200))
         except TransportError as error:
@@ -207,6 +227,9 @@ class Watcher:
             return False
         try:
             engine.abort(None)
+        except UnsupportedError:
+            if not engine.dialect.ends_on_disconnect:
+                return False
         except RolloutError:
             return False
         sweep = Sweep(

@@ -70,7 +70,7 @@ class DrainReport:
 def _row(drain: EngineDrain) -> tuple[str, ...]:
     counts = (drain.running, drain.waiting, drain.tokens, len(drain.rids))
     numbers = (str(drain.sweeps), str(drain.aborts), f"{drain.seconds:.2f}", *map(str, counts))
-    return (drain.url, drain.state.value, *numbers, drain.detail[:80])
+    return (drain.url, drain.state.value, *numbers, (drain.detail or drain.basis)[:80])
 
 
 class Drainer:

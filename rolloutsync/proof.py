@@ -35,12 +35,14 @@ class IdleProof:
 
     An engine publishes snapshots that lag: one zero may be from before a request arrived. A request in prefill is in no
     queue and shows only in the token counts; token counts alone that stay the same over three later snapshots and two
-    seconds are held by sessions. Not thread-safe; one proof belongs to one sweep.
+    seconds are held by sessions. Where a reading says how long zeros must last, the two are so far apart. Not
+    thread-safe; one proof belongs to one sweep.
     """
 
     def __init__(self) -> None:
         self._first: tuple[float, ...] | None = None  # stamps of the first zero reading
         self._has_first = False
+        self._first_at = 0.0
         self._stamps: tuple[float, ...] | None = None  # of the last reading
         self._moved_at: list[float] = []  # when each rank's stamp was first seen as it is now
         self._held = 0  # tokens of the last reading, where it showed nothing else
@@ -58,7 +60,7 @@ class IdleProof:
         if reading.kind is LoadKind.UNKNOWN:
             self._forget_held()
             self.void()
-            return IdleState.UNKNOWN
+            return IdleState.FROZEN if reading.frozen else IdleState.UNKNOWN
         self._note_stamps(reading.stamps, begun_at)
         if reading.kind is LoadKind.ZERO:
             self._forget_held()
@@ -67,7 +69,7 @@ class IdleProof:
             zero = self._only_held(reading, begun_at)
         if not zero:
             self.void()
-        elif self._confirms(reading.stamps):
+        elif self._confirms(reading, begun_at):
             return IdleState.IDLE
         return IdleState.FROZEN if self._stands_still(begun_at) else IdleState.BUSY
 
@@ -83,12 +85,12 @@ class IdleProof:
         """Whether any rank's stamp has stood still for too long. A live answer has none."""
         return any(now - at >= FROZEN_AFTER_S for at in self._moved_at)
 
-    def _confirms(self, stamps: tuple[float, ...] | None) -> bool:
+    def _confirms(self, reading: LoadReading, now: float) -> bool:
         """Whether this zero reading is the second that the first one needs; else it may become the first."""
-        if not self._has_first or not _comparable(stamps, self._first):
-            self._first, self._has_first = stamps, True
+        if not self._has_first or not _comparable(reading.stamps, self._first):
+            self._first, self._has_first, self._first_at = reading.stamps, True, now
             return False
-        return _all_moved(stamps, self._first)
+        return now - self._first_at >= reading.settles_s and _all_moved(reading.stamps, self._first)
 
     def _only_held(self, reading: LoadReading, now: float) -> bool:
         if reading.running or reading.waiting:

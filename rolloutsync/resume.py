@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rolloutsync.dialects.sampling import OFFSET
 from rolloutsync.sample import Finish, Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rolloutsync.dialects.base import Dialect
+    from rolloutsync.dialects.base import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +34,7 @@ class Resumed:
         return self.prompt.fields
 
 
-def resume(sample: Sample, dialect: Dialect, where: str) -> Resumed | Sample:
+def resume(sample: Sample, vocabulary: Vocabulary, where: str) -> Resumed | Sample:
     """How a partial with tokens goes on; one whose budget is used up is finished, without a request.
 
     A stop string that begins in the tokens so far and ends in those to come is not noticed: engines look for it in
@@ -43,24 +44,24 @@ def resume(sample: Sample, dialect: Dialect, where: str) -> Resumed | Sample:
         ValueError: It cannot be continued exactly; names the sample and the reason.
     """
     params, done = dict(sample.prompt.sampling_params), len(sample.output_ids)
-    left = int(params.get("max_new_tokens", dialect.default_max_new_tokens)) - done
+    left = int(params.get("max_new_tokens", vocabulary.default_max_new_tokens)) - done
     if left <= 0:
         return replace(sample, status=Status.TRUNCATED, finish=Finish(type="length"), error=None)
     if sample.prompt.input_ids is None:
         reason = "its prompt is text, and the engine did not tell its token ids (return_prompt_token_ids)"
         raise ValueError(f"{where}the partial of {done} tokens cannot be resumed: {reason}")
-    if grammar := [key for key in dialect.grammars if params.get(key) is not None]:
+    if grammar := [key for key in vocabulary.grammars if params.get(key) is not None]:
         reason = f"the state of its grammar ({', '.join(grammar)}) is lost"
         raise ValueError(
             f"{where}the partial of {done} tokens cannot be resumed: {reason}; keep_partials=False starts it over"
         )
-    if (seed := params.get(dialect.seed)) is not None:
-        params[dialect.seed] = dialect.resumed_seed(int(seed), done)
+    if params.get(vocabulary.seed) is not None:
+        params[OFFSET] = done
     params["max_new_tokens"] = left
     params |= {"min_new_tokens": max(0, int(params["min_new_tokens"]) - done)} if "min_new_tokens" in params else {}
     prompt = replace(sample.prompt, input_ids=sample.tokens, text=None, sampling_params=params, fields=_fields(sample))
     return Resumed(
-        sample, prompt, penalised=any(params.get(key) not in {None, still} for key, still in dialect.penalties)
+        sample, prompt, penalised=any(params.get(key) not in {None, still} for key, still in vocabulary.penalties)
     )
 
 

@@ -46,7 +46,7 @@ class EngineStatus:
         in_flight: Requests of this client there.
         limit: The most that this client sends at once.
         paused: This client has paused it.
-        dialect: "sglang".
+        dialect: "sglang" or "vllm"; "unknown" before it was asked.
         version: Of the engine's software; None where it did not say. The same holds for what follows.
         weight_version: As of the last answer that named one.
         model_path: As the engine names it.
@@ -202,7 +202,7 @@ class Slot:
             in_flight=self.in_flight,
             limit=self.room,
             paused=self.paused,
-            dialect=self.engine.dialect.name,
+            dialect=self.engine.dialect.name if self.engine.known else "unknown",
             version=facts.version,
             weight_version=facts.weight_version,
             model_path=facts.model_path,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rolloutsync.assurance import assured
 from rolloutsync.dialects.base import LoadKind, LoadReading, unknown_load
-from rolloutsync.errors import Cut, Phase, RolloutError, TransportError
+from rolloutsync.errors import Cut, EngineHTTPError, Phase, RolloutError, TransportError, UnsupportedError
 from rolloutsync.proof import IdleProof, IdleState
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class EngineDrain:
         tokens: Tokens held by requests, by its last reading.
         rids: Requests of this client still in flight there at the end.
         detail: What was wrong, in words; empty if nothing was.
+        basis: What IDLE rests on beside the engine's load, where that alone is no proof.
     """
 
     url: str
@@ -46,6 +48,7 @@ class EngineDrain:
     tokens: int = 0
     rids: tuple[str, ...] = ()
     detail: str = ""
+    basis: str = ""
 
 
 class Sweep:
@@ -104,7 +107,7 @@ class Sweep:
         self._prepare()
         ours = bool(self._own())
         begun_at = self._clock.monotonic()
-        reading = self._read()
+        reading = self._read(ours=ours)
         if reading is None:
             return IdleState.GONE
         state = self._proof.feed(reading, begun_at)
@@ -117,20 +120,30 @@ class Sweep:
             self._abort_all(reading)
         return state
 
-    def _read(self) -> LoadReading | None:
+    def _read(self, *, ours: bool) -> LoadReading | None:
         """One reading; None if nobody listens there any more."""
         self._sweeps += 1
         try:
-            self._seen = self._engine.load(deadline=self._deadline)
+            self._seen = self._reading(ours=ours)
         except TransportError as error:
             self._detail = error.message
             if error.phase is Phase.REFUSED:
                 return None
             self._closed = error.cut is Cut.CLOSE
             self._seen = unknown_load(error.message)
+        except RolloutError as error:
+            self._seen = unknown_load(error.message)
+            self._detail = error.message
         else:
             self._detail = self._seen.why
         return self._seen
+
+    def _reading(self, *, ours: bool) -> LoadReading:
+        """While something of ours is there no proof is wanted, and the load will do."""
+        self._engine.know(self._deadline)
+        if ours or not self._engine.dialect.load_lags:
+            return self._engine.load(deadline=self._deadline)
+        return assured(self._engine, self._clock, self._deadline)
 
     def _wants_abort(self, reading: LoadReading, *, ours: bool) -> bool:
         """Whether there may be work that the last abort has not already been sent for.
@@ -138,11 +151,12 @@ class Sweep:
         The first abort goes out for whatever we have in flight there, even before the engine shows it. After that the
         engine's word counts: no further abort on a zero, none on a snapshot that may be older than the last abort
         (the engine could be idle by now, and some versions die of an abort then), none for token counts that are held.
+        Where a load lags an abort may have come before the request, which shows later still: it is sent again.
         """
         if not self._aborts:
             return ours or reading.kind is LoadKind.BUSY
         if reading.kind is not LoadKind.BUSY:
-            return ours and reading.kind is LoadKind.UNKNOWN
+            return ours and (reading.kind is LoadKind.UNKNOWN or self._engine.dialect.load_lags)
         stale = reading.stamps is not None and reading.stamps == self._aborted_on
         held = not reading.running and not reading.waiting and self._proof.watching_held
         return not stale and not held
@@ -152,11 +166,23 @@ class Sweep:
         self._aborted_on = reading.stamps
         try:
             self._engine.abort(None, deadline=self._deadline)
+        except EngineHTTPError as error:
+            self._refusal = f"abort_all failed: {error.message}"
+            if isinstance(error, UnsupportedError) and self._engine.dialect.ends_on_disconnect:
+                self._abort_own()
         except RolloutError as error:
             self._refusal = f"abort_all failed: {error.message}"
         else:
             self._refusal = ""
         self._proof.void()
+
+    def _abort_own(self) -> None:
+        """One by one, where nothing ends them all."""
+        for rid in self._own():
+            try:
+                self._engine.abort(rid, deadline=self._deadline)
+            except RolloutError as error:
+                self._refusal = f"abort failed: {error.message}"
 
     def _wait(self, state: IdleState) -> None:
         """Back off between aborts; while confirming a zero, look often: an idle engine publishes once a second."""
@@ -182,5 +208,6 @@ class Sweep:
             waiting=seen.waiting,
             tokens=seen.tokens,
             rids=tuple(self._own()),
+            basis=seen.basis if state is IdleState.IDLE else "",
             detail="" if state is IdleState.IDLE else "; ".join(filter(None, (self._detail, self._refusal))),
         )

@@ -23,9 +23,10 @@ class Vigil:
     1. For its load. No answer at all, again and again for ``dead_s``: dead.
     2. An answer whose rank timestamps move comes from a live scheduler: alive. So does one without timestamps, which
        older engines make for each call.
-    3. Timestamps that stand still for five seconds, or a load that makes no sense, may be a frozen scheduler behind a
-       web server that answers, a pause by somebody else, or a long forward pass. Then the scheduler itself is asked,
-       by a call that goes through it (a paused one answers). No answer to that either for ``dead_s``: dead.
+    3. Timestamps that stand still for five seconds, a load that makes no sense, or one that is known to lag may be of a
+       frozen scheduler behind a web server that answers, of a pause by somebody else, or of a long forward pass. Then
+       the scheduler itself is asked, by a call that goes through it (a paused one answers). No answer to that either
+       for ``dead_s``: dead.
 
     Args:
         engine: To be watched.
@@ -96,7 +97,8 @@ class Vigil:
             return False
         before, self._stamps = self._stamps, reading.stamps
         if reading.stamps is None:
-            return True
+            self._why = "its load says nothing of its core"
+            return not self._engine.dialect.load_lags
         if before is None or len(before) != len(reading.stamps):
             self._moved_at = [now] * len(reading.stamps)
             return True

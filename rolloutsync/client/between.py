@@ -110,7 +110,7 @@ class BetweenSteps(CoreOwner):
         """
         check_number("timeout", timeout)
         core = self._ready()
-        core.dialect.weights.pause_mode(mode)
+        core.check_mode(mode)
         return core.quiet.block(mode, timeout)
 
     # --- weights ---
@@ -155,7 +155,7 @@ class BetweenSteps(CoreOwner):
         check_number("timeout", timeout)
         _check_verify(verify)
         core = self._ready()
-        core.dialect.weights.pause_mode(mode)
+        core.check_mode(mode)
         return core.weights.update(version, mode, verify=verify, raise_on_stale=raise_on_stale, timeout=timeout)
 
     def update_weights_from_disk(

@@ -22,6 +22,7 @@ from rolloutsync.config import (
     parse_urls,
 )
 from rolloutsync.core import Core, Request
+from rolloutsync.dialects.every import NAMES
 from rolloutsync.episodes import EpisodeRun, check_episode
 from rolloutsync.errors import shown
 from rolloutsync.jobs import Job, check_on_error
@@ -34,12 +35,10 @@ if TYPE_CHECKING:
     import requests
 
     from rolloutsync.collected import Collected
-    from rolloutsync.dialects.base import Dialect
+    from rolloutsync.dialects.base import Vocabulary
     from rolloutsync.episodes import Episode
     from rolloutsync.sample import Sample
     from rolloutsync.turn import Turn
-
-_DIALECTS = ("auto", "sglang")
 
 
 class RolloutClient(BetweenSteps, Members):
@@ -51,7 +50,7 @@ class RolloutClient(BetweenSteps, Members):
 
     Args:
         urls: One base URL or several: ``http(s)://host[:port][/prefix]``. Duplicates are one engine.
-        dialect: "auto" or "sglang".
+        dialect: "auto" asks each engine what it is; "sglang" or "vllm" holds for all of them.
         engine_concurrency: Requests in flight at each engine. None: 1.25 times the engine's own running limit over
             all its ranks, at most 512; 256 where it does not say.
         retry: How often and how patiently a sample is tried again.
@@ -86,8 +85,8 @@ class RolloutClient(BetweenSteps, Members):
         routed_experts_dtype: str = "auto",
         progress: bool | None = None,
     ) -> None:
-        if dialect not in _DIALECTS:
-            raise ValueError(f"dialect must be one of {_DIALECTS}, got {shown(dialect)}")
+        if dialect not in NAMES:
+            raise ValueError(f"dialect must be one of {NAMES}, got {shown(dialect)}")
         check_has("session", session, "request")
         check_has("tokenizer", tokenizer, "apply_chat_template")
         config = ClientConfig(
@@ -191,7 +190,7 @@ class RolloutClient(BetweenSteps, Members):
         limit = _seconds(timeout)
         bar = self._bar(progress)
         check_bool("keep_partials", keep_partials)
-        rules = self._rules(core.dialect, sampling_params, request_fields, n)
+        rules = self._rules(core.vocabulary, sampling_params, request_fields, n)
         items = core.read(batch, replace(rules, keep_partials=keep_partials))
         return core.start(Request(items=items, n=n, timeout=limit, on_error=on_error, progress=bar))
 
@@ -210,7 +209,7 @@ class RolloutClient(BetweenSteps, Members):
             A future of the sample, also of a failed one. ``cancel()`` aborts it; its result is then the partial.
         """
         core, limit = self._open(), _seconds(timeout)
-        items = core.read([prompt], self._rules(core.dialect, sampling_params, request_fields, 1))
+        items = core.read([prompt], self._rules(core.vocabulary, sampling_params, request_fields, 1))
         return core.submit(Request(items=items, n=1, timeout=limit, on_error="return", progress=False))
 
     def collect(
@@ -285,7 +284,7 @@ class RolloutClient(BetweenSteps, Members):
             progress=self._bar(progress),
             keep_partials=keep_partials,
         )
-        return core.collect(plan, self._rules(core.dialect, sampling_params, request_fields, n))
+        return core.collect(plan, self._rules(core.vocabulary, sampling_params, request_fields, n))
 
     def map(
         self,
@@ -348,7 +347,7 @@ class RolloutClient(BetweenSteps, Members):
         if concurrency is not None:
             check_count("concurrency", concurrency)
         limit, bar = _seconds(timeout), self._bar(progress)
-        rules = self._rules(core.dialect, sampling_params, request_fields, 1)
+        rules = self._rules(core.vocabulary, sampling_params, request_fields, 1)
         stage = core.stage(rules, limit)
         run = EpisodeRun(stage, episode, list(items), concurrency=core.episodes_at_once(concurrency), progress=bar)
         return run.result(on_error)
@@ -357,11 +356,11 @@ class RolloutClient(BetweenSteps, Members):
         check_switch("progress", progress)
         return self._config.progress if progress is None else progress
 
-    def _rules(self, dialect: Dialect, sampling_params: Any, request_fields: dict[str, Any], n: int) -> BatchRules:
+    def _rules(self, words: Vocabulary, sampling_params: Any, request_fields: dict[str, Any], n: int) -> BatchRules:
         check_fields(request_fields)
         return BatchRules(
-            dialect=dialect,
-            sampling=dialect.check_sampling(sampling_params),
+            vocabulary=words,
+            sampling=words.check_sampling(sampling_params),
             fields={"return_logprob": True, **request_fields},
             n=n,
             tokenizer=self._tokenizer,

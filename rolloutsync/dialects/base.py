@@ -89,6 +89,9 @@ class LoadReading:
         tokens: Tokens held by requests, over all ranks.
         stamps: Each rank's own timestamp, or None where the engine answers live and has none.
         why: For UNKNOWN, what was wrong with it.
+        frozen: UNKNOWN because the core of the engine does not answer.
+        settles_s: A zero proves something only if all readings have said zero for so many seconds.
+        basis: For ZERO, what it rests on beside the engine's load.
     """
 
     kind: LoadKind
@@ -97,6 +100,9 @@ class LoadReading:
     tokens: int = 0
     stamps: tuple[float, ...] | None = None
     why: str = ""
+    frozen: bool = False
+    settles_s: float = 0.0
+    basis: str = ""
 
     def __str__(self) -> str:
         if self.kind is LoadKind.UNKNOWN:
@@ -195,11 +201,17 @@ class Dialect(Vocabulary, Protocol):
     Attributes:
         ends_on_disconnect: A request ends at once when its connection does: where an engine cannot abort by id,
             shutting the socket is as good, but for the tokens.
+        load_lags: The load is that of the core's last step: it shows neither what has just come nor a core that hangs,
+            so a zero is no proof by itself.
+        census: Aborts everything, which does an idle engine no harm, and says how much that was; None if there is no
+            such call.
     """
 
     name: str
     flush: Call
     ends_on_disconnect: bool
+    load_lags: bool
+    census: Call | None
 
     def resumed_seed(self, seed: int, done: int) -> int:
         """The seed that continues a sample of ``done`` tokens as if it had not been cut short."""
@@ -237,6 +249,9 @@ class Dialect(Vocabulary, Protocol):
 
     def abort_ways(self, rid: str | None) -> tuple[tuple[Call, ...], ...]:
         """The ways to abort one request, or all, best first; each is made of calls, one after the other."""
+
+    def read_census(self, answer: Any) -> int | None:
+        """The number in the answer to ``census``, or None where it does not tell."""
 
     def load_calls(self) -> tuple[Call, ...]:
         """The ways to ask for the load, best first; a 404 or 405 leads to the next."""

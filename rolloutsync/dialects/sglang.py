@@ -68,6 +68,8 @@ class SGLangDialect:
 
     name = "sglang"
     ends_on_disconnect = False  # noticed after one to three seconds
+    load_lags = False  # it has timestamps, or is made for the call
+    census: Call | None = None  # some versions die of an abort while idle
     flush = _post("/flush_cache", {})
     default_max_new_tokens = 128
     seed = "sampling_seed"
@@ -154,6 +156,10 @@ class SGLangDialect:
     def hint(self, call: Call, status: int, words: str) -> str:  # noqa: ARG002 - others need them
         """See ``Dialect.hint``. SGLang's own words say it."""
         return ""
+
+    def read_census(self, answer: Any) -> int | None:  # noqa: ARG002 - others have one
+        """See ``Dialect.read_census``."""
+        return None
 
     def load_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.load_calls``. Without ``include``: every section; ``/server_info`` holds no counts."""

@@ -28,10 +28,11 @@ _DEV_SINCE = {  # paths that need the development mode, and the first version th
     **dict.fromkeys(("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"), "0.16"),
     **dict.fromkeys(("/reset_prefix_cache", "/collective_rpc", "/server_info", "/update_weights"), "0.16"),
     **dict.fromkeys(("/init_weight_transfer_engine", "/get_world_size"), "0.16"),
-    **dict.fromkeys(("/start_weight_update", "/finish_weight_update"), "0.22"),
-    **dict.fromkeys(("/abort_requests", "/update_weight_version", "/weight_info"), "0.28"),
-    **dict.fromkeys(("/release_kv_cache_memory", "/shutdown_weight_transfer_engine"), "0.31"),
-    "/weight_checker": "0.32",
+    **dict.fromkeys(("/start_weight_update", "/finish_weight_update"), "0.21"),
+    "/abort_requests": "0.26",
+    **dict.fromkeys(("/update_weight_version", "/weight_info"), "0.27"),
+    "/release_kv_cache_memory": "0.31",
+    **dict.fromkeys(("/weight_checker", "/shutdown_weight_transfer_engine"), "0.32"),
 }
 _FLAGS = {  # in an error's words: what to start the server with
     "sleep mode": "--enable-sleep-mode",
@@ -57,6 +58,8 @@ class VLLMDialect(Common):
     name = "vllm"
     flush = _post("/reset_prefix_cache")
     ends_on_disconnect = True
+    load_lags = True
+    census: Call | None = _post("/abort_requests", {})
     weights = VLLMWeights()
 
     def resumed_seed(self, seed: int, done: int) -> int:
@@ -108,10 +111,15 @@ class VLLMDialect(Common):
         return _post("/abort_requests", {} if rid is None else {"request_ids": _ids(rid)})
 
     def abort_ways(self, rid: str | None) -> tuple[tuple[Call, ...], ...]:
-        """See ``Dialect.abort_ways``. Before 0.28 a pause can end them all; scale-out servers abort by id."""
+        """See ``Dialect.abort_ways``. Before 0.26 a pause can end them all; scale-out servers abort by id."""
         if rid is not None:
             return (self.abort(rid),), (_post("/inference/v1/abort_requests", {"request_ids": _ids(rid)}, admin=False),)
         return (self.abort(None),), (self.pause("abort"), self.resume())
+
+    def read_census(self, answer: Any) -> int | None:
+        """See ``Dialect.read_census``. Samples and prompts with several of them are counted both."""
+        told = answer.get("aborted") if isinstance(answer, dict) else None
+        return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else None
 
     def load_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.load_calls``."""

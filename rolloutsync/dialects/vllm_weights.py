@@ -2,7 +2,7 @@
 
 A broadcast goes through the engine's weight transfer engine, of which there is one, set up when the server is started
 (``--weight-transfer-config``): the names of groups and backends mean nothing to it, and its trainer side is vLLM's own.
-Sessions exist from 0.22 on, labels from 0.28, checksums from 0.32.
+Sessions exist from 0.21 on, labels from 0.27, checksums from 0.32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _PAUSES = {"abort": "keep", "hold": "keep", "wait": "wait"}  # after a drain nothing is left to keep
-_LABELS_SINCE = (0, 28)
+_LABELS_SINCE = (0, 27)
 _HANDLES = ("names", "dtype_names", "shapes")  # without them handles cannot be read
 _OPEN = "already active"
 _LEAVE = "/shutdown_weight_transfer_engine"
@@ -115,7 +115,7 @@ class VLLMWeights:
         return _OPEN in words
 
     def no_such_group(self, words: str) -> bool:
-        """See ``WeightDialect.no_such_group``. Up to 0.30 a group cannot be left, only joined anew."""
+        """See ``WeightDialect.no_such_group``. Up to 0.31 a group cannot be left, only joined anew."""
         return f"{_LEAVE} answered 404" in words or f"{_LEAVE} answered 405" in words
 
     def read_checksum(self, answer: Any) -> str | None:

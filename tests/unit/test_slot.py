@@ -16,7 +16,7 @@ from .makers import order
 
 
 def _slot(limit: int | None = None, **facts: Any) -> Slot:
-    engine = SimpleNamespace(url="http://h:1", facts=Facts(**facts), dialect=SGLangDialect())
+    engine = SimpleNamespace(url="http://h:1", facts=Facts(**facts), dialect=SGLangDialect(), known=True)
     return Slot(cast("Engine", engine), limit, EngineState.LIVE)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rolloutsync.clock import Deadline
 from rolloutsync.dialects.base import LoadKind, LoadReading, unknown_load
+from rolloutsync.dialects.sglang import SGLangDialect
 from rolloutsync.engine import Engine
 from rolloutsync.errors import Cut, EngineHTTPError, Phase, RolloutError, TransportError
 from rolloutsync.proof import IdleState
@@ -24,6 +25,7 @@ class FakeEngine:
     """
 
     url = "http://fake:1"
+    dialect = SGLangDialect()
 
     def __init__(
         self,
@@ -48,6 +50,9 @@ class FakeEngine:
         self._dies = dies
         self._ends_at: float | None = None
         self._idle_since = clock.monotonic() if running == 0 else None
+
+    def know(self, deadline: Deadline) -> None:
+        """It is known."""
 
     def load(self, *, deadline: Deadline) -> LoadReading:
         """The last snapshot, or the state itself."""

@@ -9,6 +9,7 @@ import pytest
 
 from rolloutsync.clock import Deadline
 from rolloutsync.dialects.base import Facts, LoadKind, LoadReading, unknown_load
+from rolloutsync.dialects.every import SGLANG, VLLM
 from rolloutsync.errors import Cut, EngineHTTPError, Phase, TransportError
 from rolloutsync.vigil import Vigil
 from tests.fakes import FakeClock
@@ -26,6 +27,7 @@ class Patient:
         self.scheduler_says = True
         self.asked = 0
         self.facts = Facts()
+        self.dialect = SGLANG
 
     def hang(self, deadline: Deadline) -> None:
         self.clock.advance(deadline.within(1000.0))
@@ -92,6 +94,17 @@ def test_live_answers_are_life(watch: Watch, patient: Patient) -> None:
     patient.load_says = busy
     assert watch(3600.0)[1] is None
     assert patient.asked == 0
+
+
+def test_a_load_that_lags_is_no_sign_of_life(watch: Watch, patient: Patient) -> None:
+    """vLLM's front end tells the gauges of the last step for ever; its core is asked."""
+    patient.dialect, patient.load_says = VLLM, busy
+    assert watch(600.0)[1] is None
+    assert patient.asked > 100
+    patient.scheduler_says = False
+    reason = watch(600.0)[1]
+    assert reason is not None
+    assert "its load says nothing of its core, and the scheduler has answered no question" in reason
 
 
 def test_an_engine_that_answers_nothing_is_dead(watch: Watch, patient: Patient) -> None:

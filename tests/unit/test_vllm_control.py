@@ -38,7 +38,7 @@ def test_an_abort_names_the_request_as_either_route_does() -> None:
 
 
 def test_an_abort_of_all_has_a_body() -> None:
-    """Without one it is a 400; before 0.28 a pause does it."""
+    """Without one it is a 400; before 0.26 a pause does it."""
     first, second = DIALECT.abort_ways(None)
     assert [(call.path, _json(call)) for call in first] == [("/abort_requests", {})]
     assert [call.path for call in second] == ["/pause?mode=abort&clear_cache=false", "/resume"]
@@ -271,7 +271,7 @@ def test_memory_that_vllm_cannot_release() -> None:
     ("path", "status", "words", "hint"),
     [
         ("/abort_requests", 404, "Not Found", "VLLM_SERVER_DEV_MODE=1"),
-        ("/abort_requests", 404, "Not Found", "from 0.28 on"),
+        ("/abort_requests", 404, "Not Found", "from 0.26 on"),
         ("/pause?mode=keep", 405, "Method Not Allowed", "/pause from 0.16 on"),
         ("/pause?mode=keep", 500, "no", None),
         ("/nonsense", 404, "Not Found", None),
@@ -347,9 +347,9 @@ def test_checksums() -> None:
     assert {_WEIGHTS.read_checksum(odd) for odd in odds} == {None}
 
 
-@pytest.mark.parametrize(("version", "keeps"), [("0.27.1", False), ("0.28.0", True), (None, True), ("0.1.dev0", True)])
+@pytest.mark.parametrize(("version", "keeps"), [("0.26.1", False), ("0.27.0", True), (None, True), ("0.1.dev0", True)])
 def test_labels(version: str | None, keeps: bool) -> None:
-    """From 0.28 on."""
+    """From 0.27 on."""
     assert _WEIGHTS.keeps_label(Facts(version=version)) is keeps
 
 
