@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from .launch import Device, RealEngine
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .launch import Device, RealEngine, descendants
 
 # What the tests count on. A prompt of 2000 tokens takes eight steps, which leaves time to look at it.
 LIMITS = (
@@ -18,7 +24,7 @@ CPU_ENGINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONUNBUFFERED": "1",
 }
-CPU = Device(name="CPU", environment=CPU_ENGINE)
+CPU = Device(name="CPU", environment=CPU_ENGINE, ready_timeout_s=240.0)
 SCALE_OUT = ("--enable-scale-out",)
 LOAD_TRACKING = ("--enable-server-load-tracking",)
 CACHED_TOKENS = ("--enable-prompt-tokens-details",)
@@ -61,3 +67,22 @@ class PlainVllm(VllmEngine):
     """vLLM without its dev mode, hence without its control routes."""
 
     dev_mode = False
+
+
+def process(engine: RealEngine, title: str) -> int:
+    """The process id of a part of the engine."""
+    for each in descendants(engine.pid):
+        if Path(f"/proc/{each}/cmdline").read_bytes().startswith(title.encode()):
+            return each
+    raise AssertionError(f"{engine.url} has no {title}")
+
+
+@contextmanager
+def frozen(engine: RealEngine) -> Iterator[None]:
+    """Its worker stands still, and with it the core."""
+    worker = process(engine, "VLLM::Worker")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
