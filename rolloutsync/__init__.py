@@ -8,7 +8,7 @@ client.abort_until_idle()             # between steps: proves that the engines a
 import logging
 
 from rolloutsync.audit import Audit, OpenSample, Orphan
-from rolloutsync.client import RolloutClient
+from rolloutsync.client import MemberChanges, RolloutClient
 from rolloutsync.collected import Collected
 from rolloutsync.config import RetryPolicy, Timeouts
 from rolloutsync.episodes import Episode, EpisodeStatus
@@ -73,6 +73,7 @@ __all__ = [
     "ForkedError",
     "IdleState",
     "Job",
+    "MemberChanges",
     "NotIdleError",
     "OpenSample",
     "Orphan",

@@ -14,6 +14,8 @@ from rolloutsync.config import ClientConfig, check_number
 from rolloutsync.threads import renew_after_fork
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import requests
 
     from rolloutsync.core import Core
@@ -43,14 +45,20 @@ class CoreOwner:
         _owners.add(self)
 
     def _make_core(self) -> Core:
-        """The running parts, made from the settings; no I/O, no thread."""
+        """The running parts without engines, made from the settings; no I/O, no thread."""
         raise NotImplementedError
+
+    def _join(self, core: Core, urls: Iterable[str]) -> None:
+        """Make engines members."""
+        for url in urls:
+            core.add(url)
 
     def _open(self) -> Core:
         """The core; of a closed owner, a closed one."""
         with self._lock:
             if self._core is None:
                 self._core = self._make_core()
+                self._join(self._core, self._urls)
                 if self._closed:
                     self._core.close(0.0)
             return self._core

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rolloutsync.batch import BatchRules, check_fields
 from rolloutsync.client.between import BetweenSteps
 from rolloutsync.client.members import Members
+from rolloutsync.client.routed import Routed
 from rolloutsync.collect import Plan
 from rolloutsync.config import (
     GIB,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from rolloutsync.turn import Turn
 
 
-class RolloutClient(BetweenSteps, Members):
+class RolloutClient(BetweenSteps, Members, Routed):
     """Drives rollout engines from synchronous code. Thread-safe.
 
     The constructor does no network I/O and starts no thread; the first verb does. Use it as a context manager, or call
@@ -104,7 +105,7 @@ class RolloutClient(BetweenSteps, Members):
         super().__init__(parse_urls(urls), config, session, tokenizer)
 
     def _make_core(self) -> Core:
-        return Core(self._urls, self._config, self._session)
+        return Core([], self._config, self._session)
 
     # --- making samples ---
 
@@ -358,9 +359,11 @@ class RolloutClient(BetweenSteps, Members):
 
     def _rules(self, words: Vocabulary, sampling_params: Any, request_fields: dict[str, Any], n: int) -> BatchRules:
         check_fields(request_fields)
+        sampling = words.check_sampling(sampling_params)
+        self._check_kept(request_fields, sampling)
         return BatchRules(
             vocabulary=words,
-            sampling=words.check_sampling(sampling_params),
+            sampling=sampling,
             fields={"return_logprob": True, **request_fields},
             n=n,
             tokenizer=self._tokenizer,

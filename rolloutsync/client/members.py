@@ -38,7 +38,7 @@ class Members(CoreOwner):
         with self._lock:
             if normal not in self._urls:
                 self._urls.append(normal)
-        core.add(normal)
+        self._join(core, [normal])
         core.ready()
         core.workers.grow()
 
