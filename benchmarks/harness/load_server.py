@@ -35,20 +35,28 @@ class Board:
     answer: Answer
     engine_s: float
     model_path: str
-    running: int = 0
+    held: dict[Connection, bytes] = field(default_factory=dict)  # ids of requests whose time is not up
     plain: dict[bytes, Callable[[], bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         info, ok = plain_answer(server_info(self.model_path)), plain_answer({"success": True})
         model = plain_answer({"weight_version": "default", "model_path": self.model_path})
         self.plain = {
-            b"/v1/loads": lambda: plain_answer(loads(self.running, time.time())),
+            b"/v1/loads": lambda: plain_answer(loads(len(self.held), time.time())),
             b"/server_info": lambda: info,
             b"/model_info": lambda: model,
             b"/health": lambda: ok,
             b"/abort_request": lambda: ok,
+            b"/bench/release": self.release,
         }
         self.missing = plain_answer({}).replace(b"200 OK", b"404 Not Found")
+
+    def release(self) -> bytes:
+        """Answer everything at once, whatever its time."""
+        held = list(self.held)
+        for connection in held:
+            connection.answer()
+        return plain_answer({"released": len(held)})
 
 
 class Connection(asyncio.Protocol):
@@ -65,8 +73,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        if self._timer is not None:
-            self._timer.cancel()
+        if self in self._board.held:
             self._done()
 
     def data_received(self, data: bytes) -> None:
@@ -92,25 +99,27 @@ class Connection(asyncio.Protocol):
         if path != b"/generate":
             self._transport.write(board.plain.get(path, lambda: board.missing)())
             return
-        board.running += 1
-        rid = rid_of(body)
+        board.held[self] = rid_of(body)
         if board.engine_s:
-            self._timer = self._loop.call_later(board.engine_s, partial(self._answer, rid))
+            self._timer = self._loop.call_later(board.engine_s, self.answer)
         else:
-            self._answer(rid)
+            self.answer()
 
-    def _answer(self, rid: bytes) -> None:
-        self._done()
-        answer = self._board.answer
+    def answer(self) -> None:
+        """Answer the request that is held."""
+        rid, answer = self._done(), self._board.answer
         if len(answer.after) < _SMALL:
             self._transport.write(answer.small(rid))
         else:  # uvloop keeps a reference to what the kernel does not take at once
             self._transport.write(answer.before + rid)
             self._transport.write(answer.after)
 
-    def _done(self) -> None:
+    def _done(self) -> bytes:
+        """Its time is up; the id of the request."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = None
-        self._board.running -= 1
+        return self._board.held.pop(self)
 
 
 def content_length(head: bytes) -> int:

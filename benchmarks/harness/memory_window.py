@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.plain import await_running
+from benchmarks.harness.plain import Control, await_running
 from benchmarks.harness.process import answer_spec, forget_peak, live_bytes, memory_bytes, trimmed_bytes
 from benchmarks.harness.work import Work
 from benchmarks.peers import make_peer
@@ -86,6 +86,8 @@ def threads(work: Work, peer: Peer) -> dict[str, float]:
     wave.start()
     await_running(work.urls, work.threads)
     flying = memory_bytes() - before
+    for url in work.urls:
+        Control(url).call("POST", "/bench/release")
     wave.join()
     return {"flying_mb": flying / MB, "peak_mb": (memory_bytes("VmHWM") - before) / MB}
 
