@@ -12,6 +12,7 @@ from benchmarks.harness.figures import Row, cases_of
 from benchmarks.peers import PEERS
 
 mpl.use("Agg")
+mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "benchmarks"})  # small, and the same for the same figures
 from matplotlib import pyplot as plt
 
 _COLOURS = {
