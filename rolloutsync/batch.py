@@ -129,11 +129,11 @@ def _read_item(item: Any, rules: BatchRules, where: str) -> Item:
         return _read_sample(item, rules, where)
     if isinstance(item, Prompt):
         return _read_prompt(item, rules, where)
-    if isinstance(item, str):
-        return _from_dict({"text": item}, rules, where)
     if isinstance(item, dict):
         return _from_dict(item, rules, where)
-    return _from_dict({"input_ids": _to_array(item, where)}, rules, where)
+    if isinstance(item, str):
+        return Prompt(text=_read_text(item, where), sampling_params=rules.sampling, fields=rules.fields)
+    return Prompt(input_ids=_read_ids(item, where), sampling_params=rules.sampling, fields=rules.fields)
 
 
 def _read_prompt(prompt: Prompt, rules: BatchRules, where: str) -> Prompt:
@@ -217,9 +217,8 @@ def _read_ids(raw: Any, where: str) -> IntArray:
         raise ValueError(f"{where}input_ids must be one-dimensional, got shape {ids.shape}")
     if not len(ids):
         raise ValueError(f"{where}input_ids is empty")
-    wrong = (ids < 0) | (ids >= _ID_LIMIT)
-    if wrong.any():
-        at = int(wrong.argmax())
+    if ids.min() < 0 or ids.max() >= _ID_LIMIT:
+        at = int(((ids < 0) | (ids >= _ID_LIMIT)).argmax())
         raise ValueError(f"{where}input_ids[{at}] is {int(ids[at])}, not a token id")
     return ids.astype(np.int32, copy=True)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from rolloutsync.transport import registry
 from rolloutsync.transport.lean import LeanPath
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)  # a busy machine proves nothing wrong
@@ -26,8 +27,11 @@ FAST = "not real and not slow and not ray and not gpu"  # as in pyproject.toml
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--path=plain``: no request takes the lean path; the wire faults must be survived on either."""
-    parser.addoption("--path", choices=("lean", "plain"), default="lean")
+    """The wire faults must be survived on every path that a request can take.
+
+    ``--path=plain``: none takes the lean path. ``--path=crowd``: each waits for the usher, as in a crowd of hundreds.
+    """
+    parser.addoption("--path", choices=("lean", "plain", "crowd"), default="lean")
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,8 @@ def transport_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     path = str(request.config.getoption("--path"))
     if path == "plain":
         monkeypatch.setattr(LeanPath, "route", lambda *_: None)
+    if path == "crowd":
+        monkeypatch.setattr(registry, "_CROWD", -1)
     return path
 
 

@@ -129,7 +129,7 @@ class _Tracked(HTTPConnection):
     """
 
     response_class = AnswerReader
-    _speaks_tls = False
+    speaks_tls = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,6 +138,7 @@ class _Tracked(HTTPConnection):
         self._idle_since = 0.0
         self._tainted = False
         self._pin: io.RawIOBase | None = None
+        self.usher: Any = None  # that watches the present socket
         exchange = current_exchange()
         if exchange is not None:
             exchange.registry.add(self)
@@ -207,7 +208,7 @@ class _Tracked(HTTPConnection):
                     raise
                 failure = error
             else:
-                if self._speaks_tls:
+                if self.speaks_tls:
                     exchange.shakes_hands(sock)
                 return sock
         raise failure or OSError(f"the name {self.host!r} has no address")
@@ -215,6 +216,7 @@ class _Tracked(HTTPConnection):
     def _own(self, exchange: Exchange) -> None:
         with self._guard:
             self._pin = self.sock.makefile("rb", buffering=0)
+            self.usher = None
         self.sock.settimeout(exchange.socket_timeout())
         exchange.took(self, reused=False)
 
@@ -254,7 +256,7 @@ class _Tracked(HTTPConnection):
         Not so over TLS, where what can be read may be the protocol's own.
         """
         exchange = current_exchange()
-        if exchange is None or self._speaks_tls or not isinstance(data, bytes) or len(data) <= _LARGE_BYTES:
+        if exchange is None or self.speaks_tls or not isinstance(data, bytes) or len(data) <= _LARGE_BYTES:
             super().send(data)
             return
         for start in range(0, len(data), _PIECE_BYTES):
@@ -323,7 +325,7 @@ class TrackedHTTPConnection(_Tracked):
 class TrackedHTTPSConnection(_Tracked, HTTPSConnection):
     """HTTP over TLS."""
 
-    _speaks_tls = True
+    speaks_tls = True
 
 
 class _Stack(queue.LifoQueue[Any]):

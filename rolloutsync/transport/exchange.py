@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rolloutsync.clock import Clock
     from rolloutsync.transport.registry import Registry
+    from rolloutsync.transport.usher import Usher
 
 _RACE_WINDOW_S = 1.0
 _SLOT_TICK_S = 0.25
@@ -69,6 +70,7 @@ class Exchange:
         self._connects = connects
         self._connect_s = connect_s
         self.watched = True  # the registry's thread enforces the deadline
+        self.usher: Usher | None = None  # lets the thread in when its answer has come; None: it asks the socket itself
         self.connection: Any = None  # the TrackedConnection in use
         self.reused = False
         self.sent_at: float | None = None

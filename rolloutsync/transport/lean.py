@@ -129,6 +129,9 @@ def send(connection: Any, exchange: Exchange, route: Route, body: bytes | None) 
         connection.connect()
     elif connection.sock.gettimeout() != (timeout := exchange.socket_timeout()):
         connection.sock.settimeout(timeout)
+    if exchange.usher is not None:
+        exchange.usher.watch(connection.sock, known=connection.usher is exchange.usher)
+        connection.usher = exchange.usher
     try:
         if body is None:
             connection.sock.sendall(route.head + b"\r\n")
@@ -137,7 +140,7 @@ def send(connection: Any, exchange: Exchange, route: Route, body: bytes | None) 
         else:
             connection.sock.sendall(b"%bContent-Length: %d\r\n\r\n" % (route.head, len(body)))
             connection.send(body)
-    except BrokenPipeError:
+    except (BrokenPipeError, ConnectionResetError):
         return
     if not exchange.early:
         exchange.sent_at = exchange.clock.monotonic()
@@ -161,7 +164,8 @@ def read(connection: Any, exchange: Exchange, reserve: Callable[[int], int]) -> 
 
 def _read_head(sock: Any, exchange: Exchange) -> tuple[bytes, int]:
     """What has come at first, and where the head ends in it; 0 where it does not, which is for http.client to judge."""
-    seen: bytes = sock.recv(_FIRST_READ)
+    usher = exchange.usher
+    seen: bytes = sock.recv(_FIRST_READ) if usher is None else usher.receive(sock, _FIRST_READ)
     exchange.answered = bool(seen)
     return seen, seen.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in seen else 0
 

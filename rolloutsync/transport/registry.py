@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rolloutsync.transport.exchange import Exchange
 
 _TICK_S = 0.25
+_CROWD = 128
 
 
 class Registry:
@@ -60,6 +61,11 @@ class Registry:
             return start_thread(self.name, self._run)
         except RuntimeError:
             return None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many exchanges are under way that their threads are let in a few at a time."""
+        return len(self._exchanges) > _CROWD
 
     def leave(self, exchange: Exchange) -> None:
         """An exchange has ended, well or not."""

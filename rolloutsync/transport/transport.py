@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.client
+import select
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from rolloutsync.transport.exchange import CutError, Exchange, Lane, connect_pha
 from rolloutsync.transport.lean import Answer, LeanPath, Route, headers_of, length_of, read, send
 from rolloutsync.transport.registry import Registry
 from rolloutsync.transport.session import LaneAdapter, make_session, socket_options
+from rolloutsync.transport.usher import Usher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,6 +91,7 @@ class Transport:
         self._lean = LeanPath(self._session, self._adapter, shared=session is not None)
         self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
         self._budget = BodyBudget(budget_bytes, clock)
+        self._usher = Usher(f"{name}-usher") if _one_at_a_time() and hasattr(select, "epoll") else None
         self._turn: AbstractContextManager[object] = threading.Lock() if _one_at_a_time() else _NO_TURN
         self._lock = threading.Lock()  # guards: _connects
         self._connects: dict[tuple[str, Lane], threading.BoundedSemaphore] = {}
@@ -150,6 +153,8 @@ class Transport:
 
     def _send_lean(self, made: Exchange, route: Route, body: bytes | None) -> Answer:
         connection = made.borrow(route.pool)
+        if self._registry.crowded and made.lane is Lane.DATA and not connection.speaks_tls:
+            made.usher = self._usher
         send(connection, made, route, body)
         reserved = 0
 
@@ -248,12 +253,15 @@ class Transport:
     def close(self, timeout: float) -> list[str]:
         """Cut all exchanges, close all sockets, end the thread; the names of threads that did not end in time."""
         left = self._registry.close(timeout)
+        left += self._usher.close(timeout) if self._usher is not None else []
         self._adapter.close()
         return left
 
     def abandon(self) -> None:
         """In a forked child: let go of everything inherited."""
         self._registry.abandon()
+        if self._usher is not None:
+            self._usher.abandon()
 
 
 def _one_at_a_time() -> bool:
