@@ -12,8 +12,9 @@ from benchmarks.harness.figures import Row, cases_of
 from benchmarks.peers import PEERS
 
 mpl.use("Agg")
-mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "benchmarks"})  # small, and the same for the same figures
 from matplotlib import pyplot as plt
+
+_SVG = {"svg.fonttype": "none", "svg.hashsalt": "benchmarks"}  # small, and the same for the same figures
 
 _COLOURS = {
     "ours": "#d1495b",
@@ -64,7 +65,8 @@ def draw(rows: Sequence[Row], facts: Mapping[str, Any], file: Path) -> None:
     figure.suptitle("CPU of the client process, ms for each answer (median; less is better)", color=_INK, fontsize=11)
     figure.text(0.01, 0.005, footnote(facts), fontsize=6.5, color=_INK)
     figure.tight_layout(rect=(0, 0.02, 1, 1))
-    figure.savefig(file, transparent=False, facecolor="white", dpi=110, metadata=_metadata(file))
+    with mpl.rc_context(_SVG):
+        figure.savefig(file, transparent=False, facecolor="white", dpi=110, metadata=_metadata(file))
     plt.close(figure)
 
 
