@@ -257,8 +257,10 @@ def _play(peer: Peer, script: Script) -> Callable[[], None]:
 
 
 def read_request(peer: Peer) -> None:
-    """Reads a whole request; ends the script if the client leaves instead."""
+    """Reads a whole request; ends the script if the client leaves instead, or speaks HTTP/2."""
     head = peer.take_head().decode("latin-1").split("\r\n")
+    if head[0].startswith("PRI "):
+        raise Left
     method, path, _ = head[0].split(" ", 2)
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
     body = peer.take(int(headers.get("content-length", "0")))

@@ -61,7 +61,7 @@ def test_a_proxy_that_dies_of_read_errors_loses_no_sample(client_to: MakeClient,
         samples = client.generate(batch)
         check_all(samples, batch, attempts=None)
         assert proxy.errors == ["ReadError"] * len(engine.broken)
-        # The proxy's server closes our sockets, too, after an error of its own: an attempt may get no further than that.
+        # The proxy's server closes our sockets, too, after an error of its own: an attempt may get no further.
         assert 0 < len(engine.broken) <= sum(sample.attempts - 1 for sample in samples)
         delivered = {sample.rid for sample in samples}
         assert len(delivered) == MANY

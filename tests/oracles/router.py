@@ -1,4 +1,4 @@
-"""The real `sglang-router`, in a cached environment of its own: an independent client of the simulated engines."""
+"""Real routers, each in a cached environment of its own: independent clients of the simulated engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,8 +20,23 @@ from tests.real.launch import free_ports
 
 from .wheel import cached
 
-VERSION = "0.3.2"
-PACKAGE = f"sglang-router=={VERSION}"
+
+@dataclass(frozen=True)
+class Release:
+    """One release of a router, from the package registry."""
+
+    package: str
+    version: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}"
+
+
+CURRENT = Release("sglang-router", "0.3.2", "sglang_router.launch_router")
+OLDER = Release("sglang-router", "0.2.1", "sglang_router.launch_router")  # it still has /list_workers
+NEWER = Release("smg", "1.13.0", "smg.launch_router")  # what the project became
+RELEASES = (CURRENT, OLDER, NEWER)
 LOOPBACK = "127.0.0.1"
 READY_TIMEOUT_S = 60.0
 GRACE_S = 5.0
@@ -31,25 +47,30 @@ QUICK = ("--health-check-interval-secs", "1", "--worker-startup-check-interval",
 FLAGS = ("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker", *QUICK)
 
 
-def ensure(report: Report) -> Path:
+def ensure(report: Report, release: Release = CURRENT) -> Path:
     """Returns the interpreter of the router's environment, filling that first if it is not in the cache.
 
     Args:
-        report: Called with one line before each step that takes long.
+        report: Called with one line before each step that takes long, and with the version that is found.
+        release: Of which router.
 
     Raises:
         KitError: The package cannot be had; the message shows what pip said.
     """
-    name = f"sglang-router-{VERSION}-py{sys.version_info.major}.{sys.version_info.minor}"
-    return cached(name, lambda venv: _install(venv, report), report) / "bin" / "python"
+    name = f"{release.package}-{release.version}-py{sys.version_info.major}.{sys.version_info.minor}"
+    python = cached(name, lambda venv: _install(venv, report, release), report) / "bin" / "python"
+    asked = f"import importlib.metadata as m; print(m.version({release.package!r}))"
+    found = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    report(f"{release.package} {found.stdout.strip()}")
+    return python
 
 
-def _install(venv: Path, report: Report) -> None:
-    report(f"installing {PACKAGE} (100 MB) into {venv}")
+def _install(venv: Path, report: Report, release: Release) -> None:
+    report(f"installing {release} (100 to 150 MB) into {venv}")
     log = venv.parent / "router.log"
     run([sys.executable, "-m", "venv", str(venv)], log)
     pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    run([*pip, "--only-binary", ":all:", PACKAGE], log)
+    run([*pip, "--only-binary", ":all:", f"{release.package}=={release.version}"], log)
 
 
 class Router:
@@ -60,11 +81,21 @@ class Router:
         workers: Base URLs of the engines; in a disaggregated fleet, of those that decode.
         prefill: Base URLs of the engines that prefill; any makes the fleet a disaggregated one.
         flags: Its policy, and how fast it notices things; `FLAGS` where nothing else matters.
+        release: That `python` has.
+        key: Sent with each question to it; the flags must say the same.
     """
 
     def __init__(
-        self, python: Path, workers: Sequence[str], *, prefill: Sequence[str] = (), flags: Sequence[str] = FLAGS
+        self,
+        python: Path,
+        workers: Sequence[str],
+        *,
+        prefill: Sequence[str] = (),
+        flags: Sequence[str] = FLAGS,
+        release: Release = CURRENT,
+        key: str | None = None,
     ) -> None:
+        self._module = release.module
         self._python = python
         self._expected = {*workers, *prefill}
         self._fleet = _fleet(workers, prefill)
@@ -72,6 +103,8 @@ class Router:
         self.session = requests.Session()
         self.session.trust_env = False
         self.session.headers["Connection"] = "close"
+        if key is not None:
+            self.session.headers["Authorization"] = f"Bearer {key}"
         self.url = ""
 
     def __enter__(self) -> Router:
@@ -79,7 +112,7 @@ class Router:
         port, metrics = free_ports(2)
         self.url, self.ports = f"http://{LOOPBACK}:{port}", {port, metrics}
         address = ["--host", LOOPBACK, "--port", str(port), "--prometheus-host", LOOPBACK]
-        command = [str(self._python), "-m", "sglang_router.launch_router", *address, "--prometheus-port", str(metrics)]
+        command = [str(self._python), "-m", self._module, *address, "--prometheus-port", str(metrics)]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 [*command, *self._flags, *self._fleet],

@@ -1,25 +1,37 @@
-"""SGLang's own router has simulated engines as its workers, and the client has the router as its engine."""
+"""SGLang's own router has simulated engines as its workers, and the client follows it to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from rolloutsync import NotIdleError, ProtocolError, RolloutClient, Status
+from rolloutsync import (
+    EngineHTTPError,
+    MemberChanges,
+    RolloutClient,
+    Sample,
+    Status,
+    UnsupportedError,
+    WrongServerError,
+)
+from rolloutsync.dialects.sglang import SAMPLING_RULES
+from rolloutsync.routers import lost, read_listing
 from rolloutsync.sim import SimConfig, SimFleet
 from rolloutsync.sim.tokens import expected_tokens
-from tests.client.kit import check_sample, params, prompts
+from tests.client.kit import ENDLESS, QUICK, SHORT, ScriptedEngine, check_sample, params, prompts
 from tests.real.kit import KitError
 from tests.sim.kit import until
 
 from . import router
-from .router import LOOPBACK, Router
+from .router import FLAGS, LOOPBACK, Router
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MakeClient = Callable[..., RolloutClient]
+SIM: dict[str, Any] = {"tokens_per_second": 1000.0, "health_poll_s": 0.05}
 # The router of this release asks for loads where newer engines do not tell them any more.
 VERSIONS = ("0.5.20", "0.5.23")
 
@@ -36,7 +48,7 @@ def python(report: Callable[[str], None]) -> Path:
 @pytest.fixture(scope="module")
 def engines() -> Iterator[SimFleet]:
     """Two engines of different releases."""
-    fields: dict[str, Any] = {"tokens_per_second": 1000.0, "health_poll_s": 0.05, "routed_experts": (2, 2, 8)}
+    fields: dict[str, Any] = {**SIM, "routed_experts": (2, 2, 8), "disconnect_poll_s": 0.2}
     with SimFleet(configs=[SimConfig(**fields, version=version) for version in VERSIONS]) as fleet:
         yield fleet
 
@@ -116,47 +128,264 @@ def test_caches_and_loads_of_all(front: Router, engines: SimFleet) -> None:
     assert {row["worker"]: row["load"] for row in loads} == dict(zip(engines, (0, -1), strict=True))
 
 
-def test_the_client_generates_through_it(front: Router, engines: SimFleet, make_client: MakeClient) -> None:
-    """Every sample is what the engines must have said; both took part."""
-    batch = prompts(12)
-    samples = make_client(front.url).generate(batch, params(8), n=2)
+# --- the client follows it ---
+
+
+@pytest.fixture
+def follow() -> Iterator[MakeClient]:
+    """Makes clients of the engines behind a router, which are closed after the test."""
+    made: list[RolloutClient] = []
+
+    def make(url: str, **options: Any) -> RolloutClient:
+        made.append(RolloutClient.from_router(url, **{"retry": QUICK, "timeouts": SHORT, "progress": False, **options}))
+        return made[-1]
+
+    yield make
+    for client in made:
+        assert client.close() == []
+
+
+def test_the_client_speaks_to_its_engines(front: Router, engines: SimFleet, follow: MakeClient) -> None:
+    """Directly: so they tell of their experts, which the router drops, and can be proven idle, which it cannot."""
+    batch, client = prompts(12), follow(front.url)
+    samples = client.generate(batch, params(8), n=2, return_routed_experts=True)
     for sample in samples:
         check_sample(sample, batch[sample.index])
-        assert sample.engine == front.url
+        assert sample.engine in engines.urls
+        assert sample.routed_experts is not None
     assert sum(calls(engines, "/generate")) == 24
-    assert min(calls(engines, "/generate")) > 0
+    assert client.abort_until_idle().idle
+    assert not client.refresh()
 
 
-def test_idle_cannot_be_proven_through_it(front: Router, make_client: MakeClient) -> None:
-    """This router forwards neither loads nor aborts: what cannot be read is not idle, and the client says so."""
-    client = make_client(front.url)
-    client.generate(prompts(2), params(4))
-    with pytest.raises(NotIdleError, match=front.url):
-        client.abort_until_idle(timeout=1.0)
+def test_a_router_given_by_mistake_is_recognised(front: Router, engines: SimFleet, make_client: MakeClient) -> None:
+    """Before anything is generated through it."""
+    with pytest.raises(WrongServerError, match=r"is a router, not an engine: use RolloutClient\.from_router"):
+        make_client(front.url).generate(prompts(2), params(4))
+    assert sum(calls(engines, "/generate")) == 0
 
 
-def test_an_engine_dies_and_comes_back(front: Router, engines: SimFleet, make_client: MakeClient) -> None:
-    """The router's 500s are retried until it finds the living one; then it takes the new one in."""
-    client, batch = make_client(front.url), prompts(8)
-    engines.engines[0].kill()
-    samples = client.generate(batch, params(8))
+def test_a_batch_over_engines_that_die_and_come(
+    python: Path, engines: SimFleet, follow: MakeClient, report: Callable[[str], None]
+) -> None:
+    """One engine is killed with samples on it, one is added, one removed: each batch is whole, nothing runs twice."""
+    batch = prompts(24)
+    with SimFleet(configs=[SimConfig(**SIM) for _ in range(2)]) as more, Router(python, engines.urls) as front:
+        client, first = follow(front.url), engines.engines[0]
+        job = client.start(batch, params(600))
+        until(lambda: first.state()["running"], lambda running: running >= 8, "samples are on it")
+        first.kill()
+        _check_all(job.result(), batch, 600)
+        retried = sum(sample.attempts > 1 for sample in job.result())
+        assert retried >= 8
+        front.add(more[0])
+        until(front.healthy, lambda healthy: more[0] in healthy, "the new one is listed")
+        assert client.refresh() == MemberChanges(added=(more[0],))
+        _check_all(client.generate(batch, params(8)), batch, 8)
+        assert more.engines[0].state()["requests"]["/generate"] > 0
+        until(front.healthy, lambda healthy: engines[0] not in healthy, "the dead one is found out")
+        assert not client.refresh()  # it is still listed
+        front.remove(_worker_id(front, engines[0]))
+        until(front.workers, lambda workers: len(workers) == 2, "it is not listed any more")
+        assert client.refresh() == MemberChanges(removed=(engines[0],))
+        _check_all(client.generate(batch, params(8)), batch, 8)
+        assert client.audit().orphans == ()
+        first.restart()
+    report(f"a batch of {len(batch)}: {retried} samples were on the engine that was killed, all came back")
+
+
+def _worker_id(front: Router, url: str) -> str:
+    return str(next(worker["id"] for worker in front.workers() if worker["url"] == url))
+
+
+def _check_all(samples: Sequence[Sample], batch: Sequence[Sequence[int]], tokens: int) -> None:
+    for sample, ids in zip(samples, batch, strict=True):
+        check_sample(sample, ids, tokens)
+
+
+def test_ranks_are_one_engine(python: Path, follow: MakeClient) -> None:
+    """The router lists each rank; the client has one engine, and chooses ranks itself."""
+    with (
+        SimFleet(configs=[SimConfig(**SIM, dp_size=2)]) as fleet,
+        Router(python, fleet.urls, flags=(*FLAGS, "--dp-aware")) as front,
+    ):
+        client = follow(front.url)
+        assert [(engine.url, engine.dp_size) for engine in client.engines()] == [(fleet[0], 2)]
+        samples = client.generate(prompts(8), params(8))
+        assert {sample.dp_rank for sample in samples} == {0, 1}
+        assert client.abort_until_idle().idle
+
+
+def test_keys(python: Path, follow: MakeClient) -> None:
+    """A router with a key lists nothing without it."""
+    with SimFleet(configs=[SimConfig(**SIM, api_key="K")]) as fleet:
+        flags = (*FLAGS, "--api-key", "K")
+        with Router(python, fleet.urls, flags=flags, key="K") as front:
+            assert len(follow(front.url, api_key="K").generate(prompts(2), params(4))) == 2
+            assert follow(front.url, api_key="K", admin_api_key="other").engines()
+            with pytest.raises(EngineHTTPError, match="GET /workers answered 401"):
+                follow(front.url)
+
+
+@pytest.mark.parametrize("release", [router.OLDER, router.NEWER], ids=str)
+def test_other_releases(
+    engines: SimFleet, follow: MakeClient, report: Callable[[str], None], release: router.Release
+) -> None:
+    """Their lists have other forms."""
+    other, batch = router.ensure(report, release), prompts(8)
+    with Router(other, engines.urls, flags=("--policy", "round_robin"), release=release) as front:
+        client = follow(front.url)
+        assert {engine.url for engine in client.engines()} == set(engines.urls)
+        _check_all(client.generate(batch, params(8), return_routed_experts=True), batch, 8)
+        assert not client.refresh()
+
+
+# --- a disaggregated fleet ---
+
+
+@pytest.fixture
+def apart(python: Path, engines: SimFleet) -> Iterator[Router]:
+    """One engine prefills, the other decodes."""
+    with Router(python, engines.urls[1:], prefill=engines.urls[:1], flags=("--policy", "manual", *router.QUICK)) as it:
+        yield it
+
+
+def test_a_disaggregated_fleet(apart: Router, engines: SimFleet, follow: MakeClient) -> None:
+    """Generates go through the router; drains, aborts by id and weights go to both engines."""
+    client, batch = follow(apart.url), prompts(6)
+    samples = client.generate(batch, params(8), n=2)
     for sample in samples:
         check_sample(sample, batch[sample.index])
-    assert max(sample.attempts for sample in samples) > 1
-    until(front.healthy, lambda healthy: healthy == {engines[1]}, "one healthy engine")
-    assert {sample.attempts for sample in client.generate(batch, params(8))} == {1}
-    engines.engines[0].restart()
-    until(front.healthy, lambda healthy: healthy == set(engines), "both engines healthy")
-    client.generate(batch, params(8))
-    assert calls(engines, "/generate")[0] > 0
+        assert sample.engine == apart.url
+    assert calls(engines, "/generate") == [12, 12]
+    with client.start(batch, ENDLESS) as job:
+        until(lambda: _running(engines), lambda at: at == [6, 6], "six pairs are running")
+    assert {sample.status for sample in job.partials} == {Status.ABORTED}
+    job = client.start(batch, ENDLESS)
+    until(lambda: _running(engines), lambda at: at == [6, 6], "six pairs are running")
+    assert [drain.state.value for drain in client.abort_until_idle().engines] == ["Idle", "Idle"]
+    assert {sample.status for sample in job.result()} == {Status.ABORTED}
+    assert not client.update_weights_from_disk("new", "2").stale
+    assert {sample.weight_spans[0].version for sample in client.generate(batch, params(4))} == {"2"}
+    assert client.audit().orphans == ()
 
 
-def test_the_router_drops_what_it_does_not_know(front: Router, engines: SimFleet, make_client: MakeClient) -> None:
-    """Routed experts that were asked for and did not come are an error of the sample, never an empty array."""
-    fields: dict[str, Any] = {"return_routed_experts": True, "on_error": "return"}
-    (direct,) = make_client(engines[0]).generate([[5, 6]], params(4), **fields)
-    assert direct.routed_experts is not None
-    (sample,) = make_client(front.url).generate([[5, 6]], params(4), **fields)
-    assert sample.status is Status.FAILED
-    with pytest.raises(ProtocolError, match="no routed_experts in the answer"):
-        raise sample.error or AssertionError(sample)
+def _running(engines: SimFleet) -> list[int]:
+    return [engine.state()["running"] for engine in engines.engines]
+
+
+def test_what_a_router_drops_is_refused(apart: Router, engines: SimFleet, follow: MakeClient) -> None:
+    """Routed experts above all: they would be missing from every answer."""
+    client = follow(apart.url)
+    with pytest.raises(UnsupportedError, match="drops return_routed_experts without a word"):
+        client.generate(prompts(2), params(4), return_routed_experts=True)
+    assert calls(engines, "/generate") == [0, 0]
+
+
+def test_a_newer_router_passes_routed_experts_on(
+    engines: SimFleet, follow: MakeClient, report: Callable[[str], None]
+) -> None:
+    """Also from a disaggregated fleet."""
+    other, flags = router.ensure(report, router.NEWER), ("--policy", "round_robin")
+    with Router(other, engines.urls[1:], prefill=engines.urls[:1], flags=flags, release=router.NEWER) as front:
+        (sample,) = follow(front.url).generate([[5, 6]], params(4), return_routed_experts=True)
+        check_sample(sample, [5, 6], 4)
+        assert (sample.engine, sample.routed_experts is not None) == (front.url, True)
+
+
+@pytest.mark.parametrize("release", router.RELEASES, ids=str)
+def test_what_each_release_drops(report: Callable[[str], None], release: router.Release) -> None:
+    """Exactly what the client takes it to drop: everything that it may send is sent through, one by one."""
+    interpreter = router.ensure(report, release)
+    with ScriptedEngine() as worker:
+        flags = ("--policy", "round_robin")
+        with Router(interpreter, [worker.url], flags=flags, release=release) as front:
+            kept_fields = {name for name, value in FIELDS.items() if name in _passed_on(front, worker, {name: value})}
+            kept_params = {
+                name
+                for name, value in SAMPLING.items()
+                if name in _passed_on(front, worker, {"sampling_params": {name: value}})["sampling_params"]
+            }
+            forwards_all = release is router.NEWER
+            assert read_listing({"workers": front.workers()}).forwards_all == forwards_all
+    assert set(FIELDS) - kept_fields == set(lost(FIELDS, [], forwards_all=forwards_all)) | (
+        set() if forwards_all else {"session_id"}
+    )
+    dropped = [f"sampling_params[{name!r}]" for name in SAMPLING if name not in kept_params]
+    assert dropped == lost({}, SAMPLING, forwards_all=forwards_all)
+
+
+def _passed_on(front: Router, worker: ScriptedEngine, fields: dict[str, Any]) -> dict[str, Any]:
+    """What arrives of a request with these fields."""
+    body = {"rid": uuid4().hex, "input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}, **fields}
+    answer = front.session.post(f"{front.url}/generate", json=body, timeout=30)
+    assert answer.status_code == 200, (fields, answer.text)
+    return worker.bodies()[-1]
+
+
+FIELDS: dict[str, Any] = {
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 1,
+    "token_ids_logprob": [3],
+    "return_text_in_logprobs": True,
+    "return_hidden_states": True,
+    "return_routed_experts": True,
+    "routed_experts_start_len": 1,
+    "return_prompt_token_ids": True,
+    "return_indexer_topk": True,
+    "priority": 2,
+    "lora_path": "l",
+    "lora_id": "x",
+    "session_id": "s",
+    "session_params": {"id": "x"},
+    "image_data": "data",
+    "video_data": "data",
+    "audio_data": "data",
+    "modalities": ["image"],
+    "extra_key": "k",
+    "data_parallel_rank": 1,
+    "routed_dp_rank": 1,
+    "custom_logit_processor": "c",
+    "log_metrics": True,
+    "conversation_id": "c",
+    "return_bytes": True,
+    "return_entropy": True,
+    "custom_labels": {"a": "b"},
+    "background": True,
+    "no_such_field": 1,
+}
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": 3,
+    "min_new_tokens": 1,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "stop": ["a"],
+    "stop_token_ids": [4],
+    "stop_regex": "a",
+    "sampling_seed": 3,
+    "ignore_eos": True,
+    "no_stop_trim": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "stream_interval": 2,
+    "logit_bias": {"3": 1.0},
+    "custom_params": {"a": 1},
+    "json_schema": "{}",
+    "regex": "a",
+    "ebnf": "a",
+    "structural_tag": "a",
+    "beam_width": 2,
+    "watermark": {"a": 1},
+    "choice": ["a"],
+}
+
+
+def test_every_sampling_parameter_was_tried() -> None:
+    """None that the client knows is missing above."""
+    assert set(SAMPLING) == set(SAMPLING_RULES)
