@@ -35,16 +35,21 @@ class Controls:
         self._memory = object()  # while memory is given back: a request would kill the engine
         self._released: set[str] = set()  # memory tags; memory verbs are called one after the other
 
-    def everywhere(self, verb: str, call_for: Callable[[Engine], Call], *, gone_ok: bool = False) -> dict[str, Any]:
+    def everywhere(
+        self, verb: str, call_for: Callable[[Engine], Call], *, gone_ok: bool = False, strict: bool = False
+    ) -> dict[str, Any]:
         """Make a call at every engine and block until all have answered; the answers by URL.
 
-        With ``gone_ok`` an engine that refuses connections is taken out of the fleet and is no error.
+        With ``gone_ok`` an engine that refuses connections is taken out of the fleet and is no error. With ``strict`` a
+        refusal within a 200 is one.
 
         Raises:
             ControlError: It failed at some; the others' answers are in it.
         """
         engines = self._fleet.engines()
-        calls = [_bind(engine, call_for(engine) if engine.known else None, call_for) for engine in engines]
+        calls = [
+            _bind(engine, call_for(engine) if engine.known else None, call_for, strict=strict) for engine in engines
+        ]
         answers: dict[str, Any] = {}
         errors: dict[str, RolloutError] = {}
         for engine, outcome in zip(engines, fan_out(f"{self._name}-{verb}", calls), strict=True):
@@ -127,6 +132,9 @@ class Controls:
         if unproven:
             advice = "call abort_until_idle(keep_closed=True) first, resume() after"
             raise NotIdleError(f"release_memory needs proof of idle, which is missing for {unproven}: {advice}")
+        for engine in self._fleet.engines():
+            if engine.known:
+                engine.dialect.release_memory(chosen)  # refuses tags that it cannot release before anything happens
         self._fleet.close_gate(self._memory, GateMode.HOLD)
         self._released |= set(_MEMORY if chosen is None else chosen)
         self.everywhere("release_memory", lambda engine: engine.dialect.release_memory(chosen), gone_ok=True)
@@ -137,9 +145,17 @@ class Controls:
         if chosen is None and self._released:
             chosen = sorted(self._released)
         self.everywhere("resume_memory", lambda engine: engine.dialect.resume_memory(chosen), gone_ok=True)
+        self._pause_again()
         self._released -= set(_MEMORY if chosen is None else chosen)
         if not self._released:
             self._fleet.open_gate(self._memory)
+
+    def _pause_again(self) -> None:
+        """Some engines end a pause when they have their memory again; whoever paused them still counts on it."""
+        for engine in self._fleet.engines():
+            again = engine.dialect.pause_after_memory
+            if again is not None and self._fleet.is_paused(engine.url):
+                engine.call(again)
 
 
 def _read_tags(tags: Any) -> list[str] | None:
@@ -162,12 +178,17 @@ def control_call(path: Any, json: Any, method: Any) -> Call:
     return Call(method=method, path=path, body=body, admin=True)
 
 
-def _bind(engine: Engine, call: Call | None, call_for: Callable[[Engine], Call]) -> Callable[[], Any]:
+def _bind(engine: Engine, call: Call | None, call_for: Callable[[Engine], Call], *, strict: bool) -> Callable[[], Any]:
     """The call, or how it is made once it is known what the engine speaks."""
 
     def make() -> Any:
         engine.know()
-        return engine.call(call or call_for(engine))
+        made = call or call_for(engine)
+        answer = engine.call(made)
+        refusal = engine.dialect.weights.refusal(answer) if strict else None
+        if refusal is not None:
+            raise RolloutError(f"{made.path} was refused: {refusal}", engine=engine.url)
+        return answer
 
     return make
 

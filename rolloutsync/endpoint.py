@@ -18,11 +18,13 @@ from rolloutsync.dialects.base import (
     model_vocab,
 )
 from rolloutsync.dialects.every import BY_NAME
-from rolloutsync.dialects.family import Family
+from rolloutsync.dialects.family import PROBES, Family
 from rolloutsync.errors import (
     EngineHTTPError,
+    Phase,
     ProtocolError,
     RolloutError,
+    TransportError,
     UnsupportedError,
     WrongServerError,
 )
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from rolloutsync.transport import Reply, Transport
 
 _USER_AGENT = "rolloutsync"
+_DEAD = 503
 _UNSURE = "the server did not say what it is (GET /version, /workers, /model_info) and was taken for SGLang"
 
 
@@ -92,12 +95,25 @@ class Endpoint:
     def is_reachable(self) -> bool:
         """Whether it answers the cheapest call there is, whatever it says."""
         try:
-            self.call(self.dialect.reach_call())
+            self.call(self.dialect.reach_call() if self.known else PROBES[0])
         except EngineHTTPError:
             return True
         except RolloutError:
             return False
         return True
+
+    def has_died(self) -> bool:
+        """Whether it says that it has died, or nobody is there any more. Not where it cannot tell."""
+        call = self.dialect.health
+        if call is None:
+            return False
+        try:
+            self.call(call)
+        except EngineHTTPError as error:
+            return error.status == _DEAD
+        except TransportError as error:
+            return error.cut is None and error.phase is not Phase.LOCAL
+        return False
 
     # --- what it is ---
 
@@ -140,13 +156,22 @@ class Endpoint:
                 answer = self.call(call)
             except UnsupportedError:
                 continue
-            self.facts = self._with_model(self._more(self.dialect.read_facts(answer)))
+            self._note(self._more(self.dialect.read_facts(answer)))
             break
         self._sure = self._sure or self.facts.version is not None
         with contextlib.suppress(EngineHTTPError):  # a key that may not ask this, or an engine that cannot tell
             version = self.dialect.read_version(self.call(self.dialect.version_call()))
             self.facts = replace(self.facts, weight_version=version or self.facts.weight_version)
         return self.facts
+
+    def _note(self, facts: Facts) -> None:
+        """Take facts for true. Of an engine that cannot tell its weights' label we remember the one that we gave it."""
+        label = None if self.dialect.weights.keeps_label(facts) else self.facts.weight_version
+        self.facts = self._with_model(replace(facts, weight_version=facts.weight_version or label))
+
+    def forget_version(self) -> None:
+        """It is gone: whatever comes back may have other weights."""
+        self.facts = replace(self.facts, weight_version=None)
 
     def _more(self, facts: Facts) -> Facts:
         for call in self.dialect.more_facts_calls():

@@ -11,6 +11,7 @@ from rolloutsync.errors import (
     Cut,
     DeadlineExceededError,
     EngineAbortError,
+    EngineHTTPError,
     Phase,
     PoisonPromptError,
     ProtocolError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutsync.rollout")
 _FINISHES = {"stop", "length", "abort"}
 _CALLED_OFF = {Cut.DRAIN, Cut.ABORT, Cut.CLOSE}
+_INTERNAL = 500
 _LATE_S = 0.5  # for the abort of a request whose sample is out of time: it must end within a second
 _AFTER_SENDING = {Phase.RACE, Phase.SENT, Phase.BODY}
 
@@ -207,6 +209,8 @@ class Rollout:
             verdict = self._after_orphan(trail, lease, error, verdict)
         if called_off:
             return None
+        if _failed_inside(error) and lease.engine.has_died():
+            verdict = self._after_death(trail, lease, error, verdict)
         if out_of_time or not verdict.again:
             return replace(verdict, again=False)
         trail.rid = new_rid() if verdict.new_rid else trail.rid
@@ -226,6 +230,17 @@ class Rollout:
         listens = self._abort_orphan(lease, trail.rid, error)
         if listens or not _broke_at_the_engine(error):
             return verdict
+        return self._suspected(trail, lease, error, verdict, broken_at)
+
+    def _after_death(self, trail: _Trail, lease: Lease, error: RolloutError, verdict: Verdict) -> Verdict:
+        """The engine died and had time to say so."""
+        died_at = self._clock.monotonic()
+        self._fleet.set_state(lease.engine.url, EngineState.DOWN, f"its core has died: {error.message}")
+        return self._suspected(trail, lease, error, verdict, died_at)
+
+    def _suspected(
+        self, trail: _Trail, lease: Lease, error: RolloutError, verdict: Verdict, broken_at: float
+    ) -> Verdict:
         if not self._fleet.convicts(lease, broken_at):
             return replace(verdict, fresh=False, elsewhere=True)
         trail.last_error = _poisonous(trail)
@@ -275,6 +290,11 @@ def _blameless(error: RolloutError) -> bool:
 def _broke_at_the_engine(error: RolloutError) -> bool:
     """Whether the other side ended a request that it had: it died, or the connection did."""
     return isinstance(error, TransportError) and error.cut is None and error.phase in _AFTER_SENDING
+
+
+def _failed_inside(error: RolloutError) -> bool:
+    """Whether the engine says that something went wrong within it, as one does that is dying."""
+    return isinstance(error, EngineHTTPError) and error.status == _INTERNAL
 
 
 def _poisonous(trail: _Trail) -> PoisonPromptError:

@@ -28,7 +28,7 @@ class EngineDrain:
         url: Of the engine.
         state: See ``IdleState``; only IDLE and GONE are quiet.
         sweeps: Load readings made.
-        aborts: abort_all calls sent.
+        aborts: abort_all calls sent for what was seen there.
         seconds: From the start to the last reading.
         running: Requests that its last reading said are running.
         waiting: Requests that its last reading said are waiting.

@@ -85,6 +85,7 @@ class Groups:
         with self._lock:
             if not members:
                 raise self._fleet.unavailable()
+            _check_alike(members)
             if name in self._groups:
                 raise WeightUpdateError(f"the weight group {name!r} exists: destroy_group({name!r}) first")
             self._groups[name] = group
@@ -139,6 +140,13 @@ class Groups:
                     raise
 
         member.attempt("destroy_group", act)
+
+
+def _check_alike(members: Iterable[Member]) -> None:
+    kinds = {member.engine.dialect.name: member.url for member in members}
+    if len(kinds) > 1:
+        words = ", ".join(f"{name} ({url})" for name, url in kinds.items())
+        raise WeightUpdateError(f"engines of several kinds cannot be in one weight group: {words}; update from disk")
 
 
 def _place(engines: Iterable[Engine]) -> tuple[dict[str, int], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from rolloutsync.errors import EngineHTTPError, RolloutError, UnsupportedError
+from rolloutsync.errors import EngineHTTPError, RolloutError, TransportError, UnsupportedError
 from rolloutsync.threads import fan_out, start_thread
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ class Member:
             raise RolloutError(f"{call.path} was refused: {refusal}", engine=self.url)
         return answer
 
+    @property
+    def _keeps_label(self) -> bool:
+        return self._weights.keeps_label(self.engine.facts)
+
     # --- the steps of an update, in their order ---
 
     def apply(self, what: str, call: Call, version: str, *, session: bool) -> bool:
@@ -79,7 +83,7 @@ class Member:
                 self._begin()
             else:
                 self._end()
-            if not self.touched:
+            if not self.touched and self._keeps_label:
                 self._mark(version)
             self.touched = True
             self._update(call)
@@ -131,9 +135,9 @@ class Member:
 
     def _flush(self, *, holds_requests: bool) -> None:
         try:
-            self.engine.call(self.engine.dialect.flush)
-        except EngineHTTPError:
-            if not holds_requests:
+            self.ask(self.engine.dialect.flush)
+        except RolloutError as error:
+            if not holds_requests or isinstance(error, TransportError):
                 raise
             return
         self.flushed = True
@@ -149,9 +153,12 @@ class Member:
         self.attempt("checksum", act)
 
     def label(self, version: str) -> None:
-        """Name the weights, and read the name back."""
+        """Name the weights, and read the name back; where an engine bears no name, only we remember it."""
 
         def act() -> None:
+            if not self._keeps_label:
+                self.engine.heard_version(version)
+                return
             self._check_mark(version)
             self.ask(self._weights.set_version(version))
             self.version = self.read_version()
@@ -170,6 +177,7 @@ class Member:
     def read_version(self) -> str | None:
         """Ask what the engine calls its weights, and keep it among its facts."""
         engine = self.engine
+        engine.know()
         version = engine.dialect.read_version(engine.call(engine.dialect.version_call()))
         engine.heard_version(version)
         return version

@@ -221,7 +221,7 @@ class WeightUpdate:
         if self._lost:
             for member in self._members:
                 member.fail(f"a broadcast lost a rank, so nobody has all of it; {self._lost}")
-        holds = self.mode == "hold"
+        holds = self.mode in {"hold", "wait"}
         self._all(lambda member: member.finish(holds_requests=holds))
         live = self._fleet.engines(EngineState.LIVE)
         for member in self._members:

@@ -239,7 +239,7 @@ class BetweenSteps(CoreOwner):
         Raises:
             ControlError: Some engine did not answer, or refused.
         """
-        self._ready().controls.everywhere("flush_cache", lambda engine: engine.dialect.flush, gone_ok=True)
+        self._ready().controls.everywhere("flush_cache", lambda engine: engine.dialect.flush, gone_ok=True, strict=True)
 
     def release_memory(self, tags: Iterable[str] | None = None) -> None:
         """Make every engine give GPU memory back ("weights", "kv_cache", ...; None: all).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING
 
 from rolloutsync.config import parse_url
-from rolloutsync.errors import shown
+from rolloutsync.errors import WrongServerError, shown
 from rolloutsync.owner import CoreOwner
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Members(CoreOwner):
 
         Raises:
             ValueError, TypeError: The URL is malformed.
+            WrongServerError: What answers there is no engine; it is no member then.
         """
         normal, core = parse_url(url), self._open()
         core.check_open()
@@ -39,7 +40,12 @@ class Members(CoreOwner):
             if normal not in self._urls:
                 self._urls.append(normal)
         self._join(core, [normal])
-        core.ready()
+        try:
+            core.ready()
+        except WrongServerError as error:
+            if error.engine == normal:
+                self.remove_engine(normal)
+            raise
         core.workers.grow()
 
     def remove_engine(self, url: str) -> None:

@@ -205,6 +205,8 @@ class Dialect(Vocabulary, Protocol):
             so a zero is no proof by itself.
         census: Aborts everything, which does an idle engine no harm, and says how much that was; None if there is no
             such call.
+        health: Answered with 503, or not at all, once the engine has died; None if no call tells.
+        pause_after_memory: To be sent to an engine that we hold paused when it has its memory again; None if it stays.
     """
 
     name: str
@@ -212,6 +214,8 @@ class Dialect(Vocabulary, Protocol):
     ends_on_disconnect: bool
     load_lags: bool
     census: Call | None
+    health: Call | None
+    pause_after_memory: Call | None
 
     def resumed_seed(self, seed: int, done: int) -> int:
         """The seed that continues a sample of ``done`` tokens as if it had not been cut short."""

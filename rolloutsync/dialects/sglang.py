@@ -70,6 +70,8 @@ class SGLangDialect:
     ends_on_disconnect = False  # noticed after one to three seconds
     load_lags = False  # it has timestamps, or is made for the call
     census: Call | None = None  # some versions die of an abort while idle
+    health: Call | None = None  # it generates a token, which a busy engine may not get done in time
+    pause_after_memory: Call | None = None
     flush = _post("/flush_cache", {})
     default_max_new_tokens = 128
     seed = "sampling_seed"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PAUSE_MODES = {"abort": "abort", "wait": "wait", "keep": "keep", "in_place": "keep"}  # the last is SGLang's word
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _RANK_HEADER = "X-data-parallel-rank"
+_KEEP = "mode=keep&clear_cache=false"
 _METRICS, _LOAD = "/metrics", "/load"
 _DEV_SINCE = {  # paths that need the development mode, and the first version that has them
     **dict.fromkeys(("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"), "0.16"),
@@ -60,6 +61,8 @@ class VLLMDialect(Common):
     ends_on_disconnect = True
     load_lags = True
     census: Call | None = _post("/abort_requests", {})
+    health: Call | None = _get("/health")
+    pause_after_memory: Call | None = _post(f"/pause?{_KEEP}")
     weights = VLLMWeights()
 
     def resumed_seed(self, seed: int, done: int) -> int:

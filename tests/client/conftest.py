@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from rolloutsync import RolloutClient
-from rolloutsync.sim import SimFleet
+from rolloutsync.sim import SimConfig, SimFleet
+from rolloutsync.sim.fleet import SimEngine
 from tests.client.kit import QUICK, SHORT
+from tests.client.vllmkit import MORE_VERSIONS, VERSIONS, tidy
 
 MakeClient = Callable[..., RolloutClient]
 
@@ -65,3 +69,35 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
         return [record.getMessage() for record in caplog.records if record.name.startswith("rolloutsync")]
 
     return told
+
+
+@pytest.fixture(scope="session")
+def vllm_of() -> Iterator[Callable[[str], SimEngine]]:
+    """The vLLM engine of a version, started when it is first wanted."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def engine(version: str) -> SimEngine:
+            config = SimConfig(dialect="vllm", version=version, tokens_per_second=1000.0)
+            return stack.enter_context(SimFleet(configs=[config])).engines[0]
+
+        yield engine
+
+
+@pytest.fixture(params=[*VERSIONS, *(pytest.param(version, marks=pytest.mark.slow) for version in MORE_VERSIONS)])
+def vllm(request: pytest.FixtureRequest, vllm_of: Callable[[str], SimEngine]) -> Iterator[SimEngine]:
+    """Each of them in turn, as new."""
+    yield from _as_new(vllm_of(request.param))
+
+
+@pytest.fixture
+def newest(vllm_of: Callable[[str], SimEngine]) -> Iterator[SimEngine]:
+    """The newest of them, as new."""
+    yield from _as_new(vllm_of(VERSIONS[-1]))
+
+
+def _as_new(engine: SimEngine) -> Iterator[SimEngine]:
+    tidy(engine)
+    engine.reset()
+    yield engine
+    tidy(engine)
