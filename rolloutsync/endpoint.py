@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rolloutsync.clock import Clock
     from rolloutsync.config import ClientConfig
     from rolloutsync.dialects.base import Call, Dialect
-    from rolloutsync.payload import JsonPath
+    from rolloutsync.payload import LargeField
     from rolloutsync.transport import Reply, Transport
 
 _USER_AGENT = "rolloutsync"
@@ -242,7 +242,7 @@ class Endpoint:
             paused=self.dialect.says_paused(status, reply.body),
         )
 
-    def _json(self, call: Call, reply: Reply, large: tuple[JsonPath, ...]) -> Any:
+    def _json(self, call: Call, reply: Reply, large: tuple[LargeField, ...]) -> Any:
         try:
             return parse_answer(reply.body, large)
         except ValueError:

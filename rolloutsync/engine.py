@@ -85,8 +85,9 @@ class Engine(Endpoint):
 
     def _decode(self, call: Call, reply: Reply, prompt: Prompt, rid: str) -> Segment:
         self._check_status(call, reply, rid)
-        answer = self._json(call, reply, self.dialect.large_fields(prompt))
-        return self.dialect.decode_generate(answer, prompt, rid, self.facts, self._config.routed_experts_dtype)
+        dtype = self._config.routed_experts_dtype
+        answer = self._json(call, reply, self.dialect.large_fields(prompt, self.facts, dtype))
+        return self.dialect.decode_generate(answer, prompt, rid, self.facts, dtype)
 
     def cut(self, reason: Cut, *, rid: str | None = None) -> int:
         """Shut the sockets of our generates here (of one rid, or all), which wakes their threads."""

@@ -9,7 +9,7 @@ import math
 import random
 import re
 from tokenize import TokenError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ _OPENING = np.frombuffer(b"[{", np.uint8)
 _CLOSING = np.frombuffer(b"]}", np.uint8)
 _DEEPEST = 100
 _WORTH_IT = 1 << 14  # bytes of base64, below which it may as well become a Python string
+_PIECE = 1 << 18  # of base64; a multiple of 16, which is 12 bytes, which is three ids
 _MOST_SPACE = 64  # around the colon
 _OPENS_TEXT = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
 _BEFORE_KEY = b"{, \t\r\n"
@@ -56,8 +57,15 @@ def parse_json(body: Body) -> Any:
     return _mend(json.loads(body))
 
 
-def parse_answer(body: Body, large: Sequence[JsonPath] = ()) -> Any:
-    """The JSON value in ``body``, in which base64 at the ``large`` paths may be bytes, decoded straight from the body.
+class LargeField(NamedTuple):
+    """Where large base64 may be, and what of: bytes (None), or raw int32 ids that are wanted in this dtype."""
+
+    path: JsonPath
+    dtype: str | None = None
+
+
+def parse_answer(body: Body, large: Sequence[LargeField] = ()) -> Any:
+    """The JSON value in ``body``, in which base64 in the ``large`` fields may be decoded, straight from the body.
 
     It is where that is worth it; everywhere else the value is the one that ``parse_json`` gives. A search for the key
     alone would be fooled (by the key within a text, in another object, twice, with escapes), so what was found is
@@ -67,8 +75,8 @@ def parse_answer(body: Body, large: Sequence[JsonPath] = ()) -> Any:
         ValueError: Not JSON.
     """
     rest, cuts = body, []
-    for path in large if len(body) >= _WORTH_IT else ():
-        if (found := _cut_out(rest, path)) is not None:
+    for field in large if len(body) >= _WORTH_IT else ():
+        if (found := _cut_out(rest, field)) is not None:
             rest, cut = found
             cuts.append(cut)
     value = parse_json(rest)
@@ -77,18 +85,45 @@ def parse_answer(body: Body, large: Sequence[JsonPath] = ()) -> Any:
     return parse_json(body)
 
 
-def _cut_out(body: Body, path: JsonPath) -> tuple[bytes, tuple[JsonPath, str, bytes]] | None:
+def _cut_out(body: Body, field: LargeField) -> tuple[bytes, tuple[JsonPath, str, Any]] | None:
     """The body with a large base64 text replaced, and (path, replacement, what the text stood for)."""
-    start, end = _find_text(body, b'"%b"' % path[-1].encode())
+    start, end = _find_text(body, b'"%b"' % field.path[-1].encode())
     if end - start < _WORTH_IT:
         return None
-    with memoryview(body) as view:
+    with memoryview(body) as view, view[start:end] as text:
         try:
-            raw = pybase64.b64decode(view[start:end], validate=True)
-        except binascii.Error:
+            value = pybase64.b64decode(text, validate=True) if field.dtype is None else _decode_ids(text, field.dtype)
+        except ValueError:  # of which binascii.Error is one
             return None
         token = f"{_random.getrandbits(128):032x}"
-        return b"".join((view[:start], token.encode(), view[end:])), (path, token, raw)
+        return b"".join((view[:start], token.encode(), view[end:])), (field.path, token, value)
+
+
+def _decode_ids(text: memoryview, dtype: str) -> npt.NDArray[Any]:
+    """Base64 of raw int32 as ``dtype``, in pieces small enough for the processor's cache: no copy in int32 is made.
+
+    Raises:
+        ValueError: It is not, or an id does not fit.
+    """
+    padding = bytes(text[-2:]).count(b"=")
+    size, odd = divmod(len(text) // 4 * 3 - padding, 4)
+    if len(text) % 4 or odd:
+        raise ValueError("not a whole number of int32")
+    ids = np.empty(size, dtype)
+    foreign = np.int32(~(_NARROW[dtype] - 1)) if dtype in _NARROW else np.int32(0)  # bits that no id may have
+    done = 0
+    for start in range(0, len(text), _PIECE):
+        piece = pybase64.b64decode(text[start : start + _PIECE], validate=True)
+        if start == 0 and piece.startswith(_NPY_MAGIC):
+            raise ValueError("an .npy file")
+        some = np.frombuffer(piece, "<i4")
+        if foreign and np.bitwise_or.reduce(some) & foreign:
+            raise ValueError(f"an id does not fit {dtype}")
+        ids[done : done + len(some)] = some  # a piece that is short, by padding within the text, leaves some missing
+        done += len(some)
+    if done != size:
+        raise ValueError("padding within the text")
+    return ids
 
 
 def _find_text(body: Body, key: bytes) -> tuple[int, int]:
@@ -105,8 +140,8 @@ def _find_text(body: Body, key: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def _put_back(value: Any, path: JsonPath, token: str, raw: bytes) -> bool:
-    """Put ``raw`` in its place; False if the token is not there."""
+def _put_back(value: Any, path: JsonPath, token: str, meant: Any) -> bool:
+    """Put what was meant in its place; False if the token is not there."""
     for key in path[:-1]:
         try:
             value = value[key]
@@ -114,7 +149,7 @@ def _put_back(value: Any, path: JsonPath, token: str, raw: bytes) -> bool:
             return False
     if not isinstance(value, dict) or value.get(path[-1]) != token:
         return False
-    value[path[-1]] = raw
+    value[path[-1]] = meant
     return True
 
 
@@ -181,11 +216,13 @@ def decode_base64(text: str) -> bytes:
 def decode_experts(value: Any) -> npt.NDArray[Any]:
     """Expert ids as any engine sends them: base64 of raw int32, base64 of an ``.npy`` file, or nested lists.
 
-    Bytes are base64 that ``parse_answer`` has decoded already.
+    Bytes and arrays are base64 that ``parse_answer`` has decoded already.
 
     Raises:
         ValueError: None of these.
     """
+    if isinstance(value, np.ndarray):
+        return value
     if isinstance(value, list):
         return _integers(np.array(value))
     if not isinstance(value, (str, bytes)):
@@ -213,11 +250,15 @@ def _integers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def narrow(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """A copy of ``array`` that owns its memory, in ``dtype`` (uint8, uint16 or int32).
+    """``array`` in ``dtype`` (uint8, uint16 or int32), owning its memory: a copy, or what it is a view of, reshaped.
 
     Raises:
         ValueError: A value does not fit.
     """
+    whole = array.base
+    if isinstance(whole, np.ndarray) and whole.flags.owndata and whole.dtype.name == dtype and whole.size == array.size:
+        whole.resize(array.shape, refcheck=False)
+        return whole
     least, limit = (0, _NARROW[dtype]) if dtype in _NARROW else (int(_INT32.min), int(_INT32.max) + 1)
     if array.size and (int(array.min()) < least or int(array.max()) >= limit):
         raise ValueError(f"expert ids from {array.min()} to {array.max()} do not fit {dtype}")

@@ -133,9 +133,12 @@ class Workers:
         with self._lock:
             self._starting -= 1
         while (work := self._next()) is not None:
-            order, deliver = work
-            self._ledger.take(order)
-            self._hand_over(order, deliver, self._make(order))
+            self._work(*work)
+            del work  # while it waits, a thread must not keep a job and all its samples alive
+
+    def _work(self, order: Order, deliver: Deliver) -> None:
+        self._ledger.take(order)
+        self._hand_over(order, deliver, self._make(order))
 
     def _next(self) -> tuple[Order, Deliver] | None:
         until: Deadline | None = None

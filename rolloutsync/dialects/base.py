@@ -14,7 +14,7 @@ from rolloutsync.payload import parse_json
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rolloutsync.payload import Body, JsonPath
+    from rolloutsync.payload import Body, LargeField
     from rolloutsync.sample import Prompt, Segment
 
 _LEADING_DIGITS = re.compile(r"\d{1,9}", re.ASCII)
@@ -242,8 +242,8 @@ class Dialect(Vocabulary, Protocol):
     def hint(self, call: Call, status: int, words: str) -> str:
         """What an operator can do about an error answer, or an empty string."""
 
-    def large_fields(self, prompt: Prompt) -> tuple[JsonPath, ...]:
-        """Where large base64 may be in this sample's answer; ``decode_generate`` takes it as text or as bytes."""
+    def large_fields(self, prompt: Prompt, facts: Facts, dtype: str) -> tuple[LargeField, ...]:
+        """Where large base64 may be in this sample's answer; ``decode_generate`` takes it decoded or as text."""
 
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """The answer's segment; ProtocolError if it cannot be right."""

@@ -12,9 +12,10 @@ from rolloutsync.dialects.sglang_answer import decode
 from rolloutsync.dialects.sglang_load import read_facts, read_loads
 from rolloutsync.dialects.sglang_weights import SGLangWeights
 from rolloutsync.errors import shown
+from rolloutsync.payload import LargeField, narrowest
 
 if TYPE_CHECKING:
-    from rolloutsync.payload import Body, JsonPath
+    from rolloutsync.payload import Body
     from rolloutsync.sample import Prompt, Segment
 
 SAMPLING_RULES: dict[str, rules.Rule] = {
@@ -47,7 +48,7 @@ SAMPLING_RULES: dict[str, rules.Rule] = {
     "choice": rules.JSON,
 }
 _OTHER_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
-_LARGE: tuple[JsonPath, ...] = (("meta_info", "routed_experts"), ("meta_info", "indexer_topk"))
+_INDEXER = LargeField(("meta_info", "indexer_topk"), "int32")
 _KNOWN = (*SAMPLING_RULES, *_OTHER_NAMES, "n")
 PAUSE_MODES = ("abort", "in_place", "retract")
 _RANK_FIELD_SINCE = (0, 5, 10)  # routed_dp_rank; before it only data_parallel_rank is read
@@ -130,12 +131,13 @@ class SGLangDialect:
             body |= _rank_fields(dp_rank, facts.version)
         return _post("/generate", body, admin=False)
 
-    def large_fields(self, prompt: Prompt) -> tuple[JsonPath, ...]:
+    def large_fields(self, prompt: Prompt, facts: Facts, dtype: str) -> tuple[LargeField, ...]:
         """See ``Dialect.large_fields``."""
         fields = prompt.fields
         if not (fields.get("return_routed_experts") or fields.get("return_indexer_topk")):
             return ()
-        return _LARGE
+        wanted = narrowest(facts.experts.count) if dtype == "auto" else dtype
+        return LargeField(("meta_info", "routed_experts"), wanted), _INDEXER
 
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """See ``Dialect.decode_generate``."""

@@ -15,9 +15,9 @@ from rolloutsync.dialects.vllm_request import COMPLETIONS, TOKENS, body_of, rout
 from rolloutsync.dialects.vllm_sampling import resumed_seed
 from rolloutsync.dialects.vllm_weights import VLLMWeights
 from rolloutsync.errors import shown
+from rolloutsync.payload import LargeField
 
 if TYPE_CHECKING:
-    from rolloutsync.payload import JsonPath
     from rolloutsync.sample import Prompt, Segment
 
 PAUSE_MODES = {"abort": "abort", "wait": "wait", "keep": "keep", "in_place": "keep"}  # the last is SGLang's word
@@ -40,7 +40,7 @@ _FLAGS = {  # in an error's words: what to start the server with
     "weight transfer not configured": '--weight-transfer-config \'{"backend": "nccl"}\'',
     "weight_transfer_config": '--weight-transfer-config \'{"backend": "nccl"}\'',
 }
-_LARGE: tuple[JsonPath, ...] = (("choices", 0, "routed_experts"),)
+_LARGE = (LargeField(("choices", 0, "routed_experts")),)
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 
 
@@ -84,7 +84,7 @@ class VLLMDialect(Common):
         headers = () if dp_rank is None else ((_RANK_HEADER, str(dp_rank)),)
         return Call(method="POST", path=path, body=orjson.dumps(body, option=_JSON), headers=headers)
 
-    def large_fields(self, prompt: Prompt) -> tuple[JsonPath, ...]:  # noqa: ARG002 - others need it
+    def large_fields(self, prompt: Prompt, facts: Facts, dtype: str) -> tuple[LargeField, ...]:  # noqa: ARG002
         """See ``Dialect.large_fields``. A server that was started to return experts does so whether asked or not."""
         return _LARGE
 

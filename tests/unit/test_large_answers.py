@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rolloutsync import payload
-from rolloutsync.payload import decode_experts, parse_answer, parse_json
+from rolloutsync.payload import LargeField, decode_experts, narrow, parse_answer, parse_json
 
 KEY = "routed_experts"
-PATHS = (("meta_info", KEY), ("meta_info", "indexer_topk"), ("choices", 0, KEY))
-_EXPERTS = np.arange(8192, dtype=np.int32)
+FIELDS = (LargeField(("meta_info", KEY), "uint8"), LargeField(("meta_info", "indexer_topk")))
+_EXPERTS = np.arange(8192, dtype=np.int32) % 256
 _TEXT = base64.b64encode(_EXPERTS.tobytes()).decode()
 
 
@@ -35,7 +35,9 @@ def small() -> None:
 
 
 def _as_texts(value: Any) -> Any:
-    """Bytes as the base64 that they came from."""
+    """Bytes and ids as the base64 that they came from."""
+    if isinstance(value, np.ndarray):
+        value = value.astype("<i4").tobytes()
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, dict):
@@ -45,7 +47,7 @@ def _as_texts(value: Any) -> Any:
 
 def _read(body: bytes) -> Any:
     """What the plain parse says, or that it refuses; the fast one must agree on either."""
-    plain, fast = _try(lambda: parse_json(body)), _try(lambda: parse_answer(body, PATHS))
+    plain, fast = _try(lambda: parse_json(body)), _try(lambda: parse_answer(body, FIELDS))
     assert _as_texts(fast) == plain
     return fast
 
@@ -61,8 +63,8 @@ def _try(parse: Callable[[], Any]) -> Any:
 def test_experts_come_as_bytes(kind: Any) -> None:
     """Without a Python string of them, from either kind of body, and the rest is as sent."""
     sent = {"text": "a", "meta_info": {"id": "r", KEY: _TEXT, "indexer_topk": _TEXT, "z": [1]}}
-    answer = parse_answer(kind(orjson.dumps(sent)), PATHS)
-    assert isinstance(answer["meta_info"][KEY], bytes)
+    answer = parse_answer(kind(orjson.dumps(sent)), FIELDS)
+    assert answer["meta_info"][KEY].dtype == np.uint8
     assert np.array_equal(decode_experts(answer["meta_info"][KEY]), _EXPERTS)
     assert np.array_equal(decode_experts(answer["meta_info"]["indexer_topk"]), _EXPERTS)
     assert _as_texts(answer) == sent
@@ -70,7 +72,7 @@ def test_experts_come_as_bytes(kind: Any) -> None:
 
 def test_a_place_in_a_list() -> None:
     """As vLLM has it."""
-    answer = parse_answer(orjson.dumps({"choices": [{KEY: _TEXT}]}), PATHS[2:])
+    answer = parse_answer(orjson.dumps({"choices": [{KEY: _TEXT}]}), [LargeField(("choices", 0, KEY))])
     assert isinstance(answer["choices"][0][KEY], bytes)
 
 
@@ -78,7 +80,7 @@ def test_a_place_in_a_list() -> None:
 def test_spaces_around_the_colon(space: str) -> None:
     """Written by another JSON library."""
     body = f'{{"meta_info":{space}{{{space}"{KEY}"{space}:{space}"{_TEXT}"{space}}}}}'.encode()
-    assert isinstance(parse_answer(body, PATHS)["meta_info"][KEY], bytes)
+    assert isinstance(parse_answer(body, FIELDS)["meta_info"][KEY], np.ndarray)
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,42 @@ def test_any_document_with_twins_reads_alike(small: None, inner: list[tuple[str,
     """The same key twice in an object: the last one counts."""
     _read(b'{"meta_info":' + _with_twins(inner) + b"," + _with_twins(outer)[1:].replace(b"}", b',"z":1}', 1))
     _read(b'{"meta_info":' + _with_twins(inner) + b"}")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 95, 96, 97, 300])
+def test_ids_in_pieces(monkeypatch: pytest.MonkeyPatch, dtype: str, count: int) -> None:
+    """Whatever the number of pieces and the padding; the array owns its memory."""
+    monkeypatch.setattr(payload, "_PIECE", 128)
+    monkeypatch.setattr(payload, "_WORTH_IT", 1)
+    sent = np.arange(count, dtype=np.int32) % 251
+    text = base64.b64encode(sent.tobytes()).decode()
+    ids = parse_answer(orjson.dumps({"meta_info": {KEY: text}}), [LargeField(("meta_info", KEY), dtype)])["meta_info"][
+        KEY
+    ]
+    assert (ids.dtype, ids.tolist()) == (dtype, sent.tolist())
+    shaped = narrow(ids.reshape(1, count), dtype)
+    assert shaped.flags.owndata
+    assert shaped.shape == (1, count)
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype"),
+    [([256], "uint8"), ([-1], "uint8"), ([65536], "uint16"), ([-1], "uint16"), ([0, 0, 2**31 - 1], "uint16")],
+)
+def test_ids_that_do_not_fit_are_left_to_those_who_say_so(small: None, ids: list[int], dtype: str) -> None:
+    """The text stays, and is refused where the error can be named."""
+    text = base64.b64encode(np.array(ids * 8, np.int32).tobytes()).decode()
+    answer = parse_answer(orjson.dumps({"meta_info": {KEY: text}}), [LargeField(("meta_info", KEY), dtype)])
+    assert answer == {"meta_info": {KEY: text}}
+    with pytest.raises(ValueError, match=f"do not fit {dtype}"):
+        narrow(decode_experts(text), dtype)
+
+
+def test_padding_within_a_text_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a piece happens to end with it."""
+    monkeypatch.setattr(payload, "_PIECE", 16)
+    monkeypatch.setattr(payload, "_WORTH_IT", 1)
+    text = "AAAAAAAAAAAAAA==" * 3
+    answer = parse_answer(orjson.dumps({"meta_info": {KEY: text}}), FIELDS)
+    assert answer == {"meta_info": {KEY: text}}

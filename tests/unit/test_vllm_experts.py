@@ -80,9 +80,9 @@ def test_experts_that_were_decoded_with_the_body() -> None:
     rows = decode(answer, asking(return_routed_experts=True)).routed_experts
     assert rows is not None
     assert np.array_equal(rows, table)
-    (path,) = DIALECT.large_fields(PROMPT)
+    (field,) = DIALECT.large_fields(PROMPT, Facts(), "auto")
     value: Any = answer
-    for key in path:
+    for key in field.path:
         value = value[key]
     assert isinstance(value, bytes)
 
