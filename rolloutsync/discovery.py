@@ -51,8 +51,8 @@ class Discovery:
         self._clock = clock
         self._rest = rest
 
-    def ask(self, deadline: Deadline | None = None) -> Listing:
-        """Ask once for the workers, by each path that routers have.
+    def ask(self) -> Listing:
+        """Ask once for the workers, by each path that routers have. Blocks for ``Timeouts.control_s`` for each.
 
         Raises:
             EngineUnavailableError: There are none.
@@ -61,7 +61,7 @@ class Discovery:
         """
         for path in LISTS:
             try:
-                answer = self._get(path, deadline)
+                answer = self._get(path)
             except UnsupportedError:
                 continue
             listing = self._read(answer)
@@ -79,7 +79,7 @@ class Discovery:
             raise
 
     def await_workers(self) -> Listing:
-        """Ask until there are workers, for at most ``Timeouts.engine_wait_s``; errors as for ``ask``.
+        """Ask until there are workers; not again after ``Timeouts.engine_wait_s``. Errors as for ``ask``.
 
         Raises:
             EngineUnavailableError: Nobody answered, or there was no worker; says which.
@@ -87,7 +87,7 @@ class Discovery:
         deadline = Deadline.after(self._clock, self._wait_s)
         while True:
             try:
-                return self.ask(deadline)
+                return self.ask()
             except (TransportError, EngineUnavailableError, EngineHTTPError) as error:
                 if isinstance(error, EngineHTTPError) and error.status < 500:
                     raise
@@ -96,11 +96,11 @@ class Discovery:
                     raise EngineUnavailableError(words, engine=self._url) from error
             self._rest(_POLL_S)
 
-    def _get(self, path: str, deadline: Deadline | None) -> Any:
+    def _get(self, path: str) -> Any:
         """With the admin key where there is one; a router may have the engines' key instead."""
         try:
-            return self._endpoint.call(Call(method="GET", path=path, admin=True), deadline=deadline)
+            return self._endpoint.call(Call(method="GET", path=path, admin=True))
         except EngineHTTPError as error:
             if error.status not in _NO_KEY or not self._two_keys:
                 raise
-        return self._endpoint.call(Call(method="GET", path=path), deadline=deadline)
+        return self._endpoint.call(Call(method="GET", path=path))

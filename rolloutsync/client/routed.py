@@ -55,7 +55,8 @@ class Routed(CoreOwner):
         Where engines are disaggregated (some prefill, others decode) nobody but the router can make them generate.
         Then generates go through it, with an ``X-SMG-Routing-Key`` for each group or session (the router's policy
         "manual" heeds it), and ``Sample.engine`` is the router; loads, aborts, pauses and weights go to every
-        engine. What follows from that:
+        engine. Requests are counted at the engines that have room for them, wherever the router sends them. What
+        follows from that:
 
         - What the router drops without a word is refused: routed experts, every field and sampling parameter that
           sglang-router up to 0.3.2 does not know. (smg 1.13 passes fields on, so routed experts work there.)
@@ -64,7 +65,8 @@ class Routed(CoreOwner):
         - Nobody can keep it from using an engine with stale weights, so one of them takes them all out of service
           until the next update.
 
-        Blocks until the router lists workers, for at most ``Timeouts.engine_wait_s``; no engine is dialled yet.
+        Blocks until the router lists workers: for at most ``Timeouts.engine_wait_s``, and ``Timeouts.control_s`` more
+        where it is silent. No engine is dialled yet.
         The admin key is tried first where there is one, then the other. See ``refresh`` for later changes.
 
         Args:
