@@ -146,8 +146,17 @@ def send(connection: Any, exchange: Exchange, route: Route, body: bytes | None) 
         exchange.sent_at = exchange.clock.monotonic()
 
 
-def read(connection: Any, exchange: Exchange, reserve: Callable[[int], int]) -> Answer:
-    """Read one answer to its end. ``reserve`` is told the length of the body, and says how much of it it counts."""
+def read(
+    connection: Any, exchange: Exchange, reserve: Callable[[int], int], buffer: Callable[[int], bytearray]
+) -> Answer:
+    """Read one answer to its end.
+
+    Args:
+        connection: On which the request was sent.
+        exchange: That it is for.
+        reserve: Is told the length of the body, and says how much of it it counts.
+        buffer: Gives a buffer of a length.
+    """
     seen, end = _read_head(connection.sock, exchange)
     usual = _usual_form(seen, end)
     if usual is None:
@@ -156,10 +165,9 @@ def read(connection: Any, exchange: Exchange, reserve: Callable[[int], int]) -> 
     reserved = reserve(length)
     if len(seen) > end + length:
         connection.taint(exchange)  # what follows is nobody's
-    body = seen[end : end + length]
-    return Answer(
-        status, seen[:end], body if len(body) == length else _read_rest(connection.sock, body, length), reserved
-    )
+    start = seen[end : end + length]
+    body = start if len(start) == length else _read_rest(connection.sock, start, buffer(length))
+    return Answer(status, seen[:end], body, reserved)
 
 
 def _read_head(sock: Any, exchange: Exchange) -> tuple[bytes, int]:
@@ -200,9 +208,9 @@ def _learn_form(form: bytes) -> bool:
     return usual
 
 
-def _read_rest(sock: Any, start: bytes, length: int) -> bytearray:
-    """A body of which ``start`` has come, in one buffer of its own size."""
-    body = bytearray(length)
+def _read_rest(sock: Any, start: bytes, body: bytearray) -> bytearray:
+    """Fill ``body``, of which ``start`` has come."""
+    length = len(body)
     body[: len(start)] = start
     with memoryview(body) as view:
         have = len(start)

@@ -50,6 +50,9 @@ class Reply:
     def __exit__(self, *_: object) -> None:
         reserved, self._reserved = self._reserved, 0
         if reserved:
+            if isinstance(self.body, bytearray):
+                self._budget.recycle(self.body)
+            self.body = b""
             self._budget.release(reserved)
 
     @property
@@ -89,8 +92,8 @@ class Transport:
         self._adapter = LaneAdapter(pool_size, socket_options(timeouts.half_open_s))
         self._session = make_session(session, self._adapter)
         self._lean = LeanPath(self._session, self._adapter, shared=session is not None)
-        self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
         self._budget = BodyBudget(budget_bytes, clock)
+        self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s, self._budget.tidy)
         self._usher = Usher(f"{name}-usher") if _one_at_a_time() and hasattr(select, "epoll") else None
         self._turn: AbstractContextManager[object] = threading.Lock() if _one_at_a_time() else _NO_TURN
         self._lock = threading.Lock()  # guards: _connects
@@ -164,7 +167,7 @@ class Transport:
             return reserved
 
         try:
-            answer = read(connection, made, reserve)
+            answer = read(connection, made, reserve, self._budget.buffer)
             if made.reason is not None:
                 raise CutError(errno.ECANCELED, "cut while reading the answer")
         except BaseException:

@@ -39,8 +39,8 @@ class Usher:
     """Grants tickets to threads whose answers have begun to come. Thread-safe.
 
     Sockets are watched for their whole life, edge-triggered, so that a request costs no system call more. An edge may
-    be an old one; who has a ticket therefore reads without blocking, and comes back if nothing is there. The ticket is for
-    that first read alone, so that nobody's slow answer holds the others up.
+    be an old one; who has a ticket therefore reads without blocking, and comes back if nothing is there. The ticket is
+    for that first read alone, so that nobody's slow answer holds the others up.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,7 +66,7 @@ class Usher:
                     epoll.register(descriptor, _READY)
 
     def receive(self, sock: socket.socket, size: int) -> bytes:
-        """As ``sock.recv(size)`` of a watched socket: blocks until the answer has begun to come and it is one's turn."""
+        """As ``sock.recv(size)`` of a watched socket: blocks until the answer has begun to come, and for one's turn."""
         while self._wait(sock.fileno()):
             try:
                 return sock.recv(size, socket.MSG_DONTWAIT)
