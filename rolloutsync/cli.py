@@ -93,12 +93,13 @@ def _engine_table(client: RolloutClient) -> Table:
 def sim(
     engines: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the first; the others follow.")] = 30000,
-    version: Annotated[str, typer.Option(help="The SGLang version to behave as.")] = "0.5.23",
+    dialect: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    version: Annotated[str, typer.Option(help="To behave as; by default the newest that is known.")] = "",
     max_running_requests: Annotated[int, typer.Option(min=1, help="Of each engine and rank.")] = 64,
     tokens_per_second: Annotated[float, typer.Option(min=0.001, help="Of each running request.")] = 200.0,
     dp_size: Annotated[int, typer.Option(min=1, help="Data-parallel ranks of each engine.")] = 1,
 ) -> None:
-    """Run simulated SGLang engines on 127.0.0.1 until Ctrl-C."""
+    """Run simulated engines on 127.0.0.1 until Ctrl-C."""
     from rolloutsync.sim import run_engines  # noqa: PLC0415 - an extra, needed by this command alone
 
     def announce(urls: list[str]) -> None:
@@ -110,6 +111,7 @@ def sim(
         engines,
         port,
         on_ready=announce,
+        dialect=dialect,
         version=version,
         max_running_requests=max_running_requests,
         tokens_per_second=tokens_per_second,
