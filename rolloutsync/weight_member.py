@@ -174,6 +174,11 @@ class Member:
         except RolloutError as error:
             self.fail(f"end of the session: {error.message}", error)
 
+    def forget(self) -> None:
+        """It does not have the weights. An engine that bears no label has nothing but our word for what it has."""
+        if self.touched and not self._keeps_label:
+            self.engine.forget_version()
+
     def read_version(self) -> str | None:
         """Ask what the engine calls its weights, and keep it among its facts."""
         engine = self.engine

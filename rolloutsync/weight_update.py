@@ -285,6 +285,7 @@ class WeightUpdate:
         """
         fleet, url = self._fleet, member.url
         if not member.ok:
+            member.forget()
             reason = f"stale: {member.reason}"
             fleet.set_state(url, EngineState.QUARANTINED, reason)
             fleet.explain(url, reason)

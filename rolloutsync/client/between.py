@@ -67,9 +67,14 @@ class BetweenSteps(CoreOwner):
             return drain(deadline.within(timeout), keep_closed=token, raise_on_timeout=raise_on_timeout)
 
     def pause(self, mode: str = "abort") -> None:
-        """Pause every engine, in "abort", "in_place" or "retract" mode; this client's requests wait until ``resume``.
+        """Pause every engine; this client's requests wait until ``resume``.
+
+        Args:
+            mode: "abort": running requests end. "in_place" (vLLM: also "keep"): they stand still. "retract" (SGLang):
+                they go back into the queue. "wait" (vLLM): they end first.
 
         Raises:
+            ValueError: Some engine knows no such mode; nothing was sent.
             ControlError: Some engine did not answer, or refused; the gate stays closed until ``resume``.
         """
         core = self._ready()
@@ -96,8 +101,9 @@ class BetweenSteps(CoreOwner):
 
         Args:
             mode: "abort": aborted, proven idle, then paused; ``release_memory`` may follow. "hold": running requests
-                stand still where they are and go on after. "retract": they go back into the queue, without their cache.
-                Engines that ``pause()`` holds already stay as they are in the latter two, also after the block.
+                stand still where they are and go on after. "retract" (SGLang): they go back into the queue, without
+                their cache. "wait" (vLLM): they end first, what is queued waits. Engines that ``pause()`` holds
+                already stay as they are in all but the first, also after the block.
             timeout: Seconds for the drain of mode "abort".
 
         Returns:
@@ -106,7 +112,7 @@ class BetweenSteps(CoreOwner):
         Raises:
             NotIdleError: On entering: a live engine could not be proven idle.
             ControlError: On entering: a live engine could not be paused.
-            ValueError: An unknown mode, or another mode inside a block of "hold" or "retract".
+            ValueError: A mode that some engine does not know, or another mode inside a block that is not of "abort".
         """
         check_number("timeout", timeout)
         core = self._ready()
@@ -138,7 +144,7 @@ class BetweenSteps(CoreOwner):
 
         Args:
             version: The label of these weights; None counts on from the highest number that is known.
-            mode: See ``quiesced``. With "hold", caches that requests stand on cannot be emptied.
+            mode: See ``quiesced``. With "hold" and "wait", caches that requests stand on cannot be emptied.
             verify: "checksum": engines of the same make must have equal sums over their weights, by their own word;
                 without a majority all of those are stale. None trusts them.
             raise_on_stale: False leaves stale engines to ``update.report``.
@@ -209,15 +215,15 @@ class BetweenSteps(CoreOwner):
         Args:
             master_address: Of the rendezvous, as the engines reach it.
             master_port: Of the rendezvous.
-            group_name: To be named by ``from_distributed``.
-            backend: "nccl" or "gloo".
+            group_name: To be named by ``from_distributed``. A vLLM engine has a single group, whatever it is called.
+            backend: "nccl" or "gloo"; vLLM's is the one that the server was started with.
 
         Returns:
             The group: ``world_size``, ``rank_offsets`` by URL, ``wait(timeout)``, which raises a ``WeightUpdateError``
             where an engine could not join.
 
         Raises:
-            WeightUpdateError: There is such a group.
+            WeightUpdateError: There is such a group, or the fleet is mixed: engines of two kinds cannot share one.
             ProtocolError: An engine does not say its tensor-parallel size.
         """
         check_count("master_port", master_port)
@@ -244,7 +250,10 @@ class BetweenSteps(CoreOwner):
     def release_memory(self, tags: Iterable[str] | None = None) -> None:
         """Make every engine give GPU memory back ("weights", "kv_cache", ...; None: all).
 
+        vLLM gives its weights only together with its cache.
+
         Raises:
+            ValueError: Some engine cannot release these alone; nothing was sent.
             NotIdleError: Not proven idle behind a closed gate: a busy engine dies of it.
             ControlError: Some engine did not answer, or refused.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from rolloutsync.sim import Fault
 from rolloutsync.sim.fleet import SimEngine
 from rolloutsync.sim.tokens import expected_tokens
 from tests.client.kit import SHORT, check_sample, params, prompts
-from tests.client.vllmkit import MakeClient, alone, await_tokens, called, endless
+from tests.client.vllmkit import MakeClient, alone, await_tokens, called, endless, tidy
 from tests.client.weightkit import BUCKET, slowly
 from tests.wire import eventually
 
@@ -192,6 +193,19 @@ def test_a_reload_that_fails(fault: dict[str, Any], newest: SimEngine, make_clie
     newest.clear_faults()
     client.update_weights_from_disk("ckpt/8", version="8")
     eventually(lambda: client.engines()[0].state is EngineState.LIVE, "it has weights again")
+
+
+def test_a_reload_that_fails_without_labels(vllm_of: Callable[[str], SimEngine], make_client: MakeClient) -> None:
+    """Even under the label that it had: what was said of its weights before holds no more."""
+    engine = vllm_of("0.22.0")
+    tidy(engine)
+    client = make_client(engine.url)
+    client.update_weights_from_disk("ckpt/7", version="7", mode="hold")
+    engine.add_fault(Fault(kind="status", status=500, path=RELOAD))
+    report = client.update_weights_from_disk("ckpt/bad", version="7", mode="hold", raise_on_stale=False)
+    assert [told.state for told in report.engines] == [UpdateState.STALE]
+    assert (client.engines()[0].weight_version, client.engines()[0].state) == (None, EngineState.QUARANTINED)
+    tidy(engine)
 
 
 def test_checksums(newest: SimEngine, make_client: MakeClient) -> None:

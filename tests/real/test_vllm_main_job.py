@@ -131,10 +131,10 @@ def test_an_abort_in_flight_and_in_the_queue(client: RolloutClient, vllm: RealEn
 
 def test_an_abort_before_the_first_step_has_ended(client: RolloutClient) -> None:
     """The gauges show nothing of what has just come, and the drain ends it all the same."""
+    client.engines()
     for number in range(5):
-        job = client.start(
-            [[11 + (number + k) % 300 for k in range(1800)]], {"max_new_tokens": 200, "ignore_eos": True}
-        )
+        ids = [11 + (7 * number + k) % 300 for k in range(1000)]
+        job = client.start([ids], {"max_new_tokens": 1000, "ignore_eos": True})
         await_true(lambda: client.engines()[0].in_flight == 1)
         assert client.abort_until_idle(30).idle
         assert [s.status for s in job.result()] == [Status.ABORTED]

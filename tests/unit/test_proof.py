@@ -30,6 +30,8 @@ def held(*stamps: float, tokens: int = 10) -> LoadReading:
 
 
 _what = unknown_load("?")
+_weak = LoadReading(kind=LoadKind.ZERO, settles_s=1.0)
+_hangs = LoadReading(kind=LoadKind.UNKNOWN, frozen=True)
 _void = "void"  # something of ours ended, or an abort was answered
 
 # (what happens, at which second, what is known then)
@@ -51,6 +53,15 @@ _SEQUENCES: dict[str, list[tuple[Any, float, IdleState | None]]] = {
         (zero(2.0), 0.2, BUSY),
         (zero(3.0), 0.3, IDLE),
     ],
+    "zeros that must last": [(_weak, 0.0, BUSY), (_weak, 0.1, BUSY), (_weak, 0.9, BUSY), (_weak, 1.0, IDLE)],
+    "busy while they should last": [
+        (_weak, 0.0, BUSY),
+        (busy(), 0.5, BUSY),
+        (_weak, 1.0, BUSY),
+        (_weak, 1.9, BUSY),
+        (_weak, 2.0, IDLE),
+    ],
+    "a core that hangs": [(zero(), 0.0, BUSY), (_hangs, 0.1, FROZEN), (zero(), 0.2, BUSY), (zero(), 0.3, IDLE)],
     "never known": [(_what, float(second), UNKNOWN) for second in range(20)],
     "an abort in between": [
         (zero(1.0), 0.0, BUSY),
