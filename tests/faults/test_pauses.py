@@ -61,8 +61,8 @@ def test_time_stands_still_in_our_own_pause(client_to: MakeClient) -> None:
     with LiveEngine(others=held, takes_s=0.1) as engine:
         client = client_to(engine.url)
         client.pause("in_place")
-        job = client.start(prompts(4), timeout=0.3)
-        assert not job.wait(0.5)
+        job = client.start(prompts(4), timeout=1.0)
+        assert not job.wait(1.2)
         client.resume()
         check_all(job.result(), prompts(4))
 
