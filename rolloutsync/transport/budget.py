@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LARGE_BYTES = 1 << 20
 _TICK_S = 0.25
-_SPARE_SHARE = 16  # at most this part of the budget lies about in spare buffers
+_SPARE_SHARE = 48  # at most this part of the budget lies about in spare buffers
 _SPARE_S = 2.0  # and only for as long as large answers keep coming
 _HEADER_BYTES = sys.getsizeof(bytearray())
 
@@ -57,9 +57,9 @@ class BodyBudget:
         if (len(self._spares) + 1) * len(buffer) <= self._total // _SPARE_SHARE:
             self._spares.append((self._clock.monotonic(), buffer))
 
-    def tidy(self) -> None:
-        """Let go of spare buffers that were not wanted for a while."""
-        before = self._clock.monotonic() - _SPARE_S
+    def tidy(self, idle: bool) -> None:
+        """Let go of spare buffers that were not wanted for a while, or of all where nothing is under way."""
+        before = self._clock.monotonic() - (0.0 if idle else _SPARE_S)
         with contextlib.suppress(IndexError):  # taken meanwhile
             while self._spares[0][0] <= before:
                 self._spares.popleft()

@@ -166,8 +166,10 @@ def read(
     if len(seen) > end + length:
         connection.taint(exchange)  # what follows is nobody's
     start = seen[end : end + length]
-    body = start if len(start) == length else _read_rest(connection.sock, start, buffer(length))
-    return Answer(status, seen[:end], body, reserved)
+    if len(start) < length:
+        wait_for_all = 0 if connection.speaks_tls else socket.MSG_WAITALL  # in one call, where the kernel can
+        return Answer(status, seen[:end], _read_rest(connection.sock, start, buffer(length), wait_for_all), reserved)
+    return Answer(status, seen[:end], start, reserved)
 
 
 def _read_head(sock: Any, exchange: Exchange) -> tuple[bytes, int]:
@@ -208,14 +210,14 @@ def _learn_form(form: bytes) -> bool:
     return usual
 
 
-def _read_rest(sock: Any, start: bytes, body: bytearray) -> bytearray:
+def _read_rest(sock: Any, start: bytes, body: bytearray, flags: int) -> bytearray:
     """Fill ``body``, of which ``start`` has come."""
     length = len(body)
     body[: len(start)] = start
     with memoryview(body) as view:
         have = len(start)
         while have < length:
-            got = sock.recv_into(view[have:])
+            got = sock.recv_into(view[have:], 0, flags)
             if not got:
                 raise http.client.IncompleteRead(b"", length - have)
             have += got

@@ -7,7 +7,7 @@ import pytest
 from rolloutsync.transport.budget import BodyBudget
 from tests.fakes import FakeClock
 
-BUDGET = 1600  # of which 100 may lie about
+BUDGET = 4800  # of which 100 may lie about
 
 
 def _budget() -> tuple[BodyBudget, FakeClock]:
@@ -84,12 +84,20 @@ def test_what_is_not_wanted_for_a_while_goes() -> None:
     budget.recycle(bytearray(10))
     clock.advance(1.5)
     budget.recycle(bytearray(10))
-    budget.tidy()
+    budget.tidy(False)
     assert len(budget._spares) == 2
     clock.advance(1.0)
-    budget.tidy()
+    budget.tidy(False)
     assert len(budget._spares) == 1
     clock.advance(2.0)
-    budget.tidy()
-    budget.tidy()
+    budget.tidy(False)
+    budget.tidy(False)
+    assert len(budget._spares) == 0
+
+
+def test_nothing_is_kept_where_nothing_is_under_way() -> None:
+    """However short ago it was wanted."""
+    budget, _ = _budget()
+    budget.recycle(bytearray(10))
+    budget.tidy(True)
     assert len(budget._spares) == 0
