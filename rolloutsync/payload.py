@@ -58,14 +58,30 @@ def parse_json(body: Body) -> Any:
 
 
 class LargeField(NamedTuple):
-    """Where large base64 may be, and what of: bytes (None), or raw int32 ids that are wanted in this dtype."""
+    """What may be large, and where.
+
+    Attributes:
+        path: To it.
+        kind: ``BYTES`` and ``ROWS``, or the dtype in which ids are wanted that are sent as base64 of raw int32.
+    """
 
     path: JsonPath
-    dtype: str | None = None
+    kind: str
+
+
+BYTES = "bytes"  # base64 of anything
+ROWS = "rows"  # [[number, number, null], ...]: thousands of lists, for which the garbage collector would run many times
+
+
+class Rows(NamedTuple):
+    """The first and the second of each row of three; the third of each was null."""
+
+    first: list[Any]
+    second: list[Any]
 
 
 def parse_answer(body: Body, large: Sequence[LargeField] = ()) -> Any:
-    """The JSON value in ``body``, in which base64 in the ``large`` fields may be decoded, straight from the body.
+    """The JSON value in ``body``, in which the ``large`` fields may be decoded, straight from the body.
 
     It is where that is worth it; everywhere else the value is the one that ``parse_json`` gives. A search for the key
     alone would be fooled (by the key within a text, in another object, twice, with escapes), so what was found is
@@ -79,24 +95,60 @@ def parse_answer(body: Body, large: Sequence[LargeField] = ()) -> Any:
         if (found := _cut_out(rest, field)) is not None:
             rest, cut = found
             cuts.append(cut)
-    value = parse_json(rest)
-    if all(_put_back(value, *cut) for cut in cuts):
-        return value
-    return parse_json(body)
+    if not cuts:
+        return parse_json(body)
+    try:
+        value = parse_json(rest)
+    except ValueError:  # a cut was none
+        return parse_json(body)
+    return value if all(_put_back(value, *cut) for cut in cuts) else parse_json(body)
 
 
 def _cut_out(body: Body, field: LargeField) -> tuple[bytes, tuple[JsonPath, str, Any]] | None:
-    """The body with a large base64 text replaced, and (path, replacement, what the text stood for)."""
-    start, end = _find_text(body, b'"%b"' % field.path[-1].encode())
+    """The body with a large value replaced, and (path, replacement, what it stood for)."""
+    key = b'"%b"' % field.path[-1].encode()
+    start, end = _find_rows(body, key) if field.kind == ROWS else _find_text(body, key)
     if end - start < _WORTH_IT:
         return None
     with memoryview(body) as view, view[start:end] as text:
         try:
-            value = pybase64.b64decode(text, validate=True) if field.dtype is None else _decode_ids(text, field.dtype)
-        except ValueError:  # of which binascii.Error is one
+            value = _decode_large(text, field.kind)
+        except ValueError:  # of which those of base64 and JSON are some
             return None
         token = f"{_random.getrandbits(128):032x}"
-        return b"".join((view[:start], token.encode(), view[end:])), (field.path, token, value)
+        quoted = b'"%b"' % token.encode() if field.kind == ROWS else token.encode()
+        return b"".join((view[:start], quoted, view[end:])), (field.path, token, value)
+
+
+def _decode_large(text: memoryview, kind: str) -> Any:
+    if kind == ROWS:
+        return _decode_rows(bytes(text))
+    return pybase64.b64decode(text, validate=True) if kind == BYTES else _decode_ids(text, kind)
+
+
+def _find_rows(body: Body, key: bytes) -> tuple[int, int]:
+    """Where the first list of lists after such a key begins and, if they hold no text, ends; else (0, 0)."""
+    at = body.find(key + b":[[")
+    while at > 0 and body[at - 1] not in _BEFORE_KEY:
+        at = body.find(key + b":[[", at + 1)
+    start = at + len(key) + 1
+    end = body.find(b"]]", start) + 2 if at > 0 else 0
+    return (start, end) if end > start and body.find(b'"', start, end) < 0 else (0, 0)
+
+
+def _decode_rows(text: bytes) -> Rows:
+    """``[[number, number, null], ...]``, without white space, as one flat list.
+
+    Without the characters of numbers, all rows are alike.
+
+    Raises:
+        ValueError: It is anything else.
+    """
+    flat = orjson.loads(b"[%b]" % text.translate(None, b"[]"))
+    form = text.translate(None, b"0123456789+-.eE")
+    if form != b"[" + b"[,,null]," * (len(flat) // 3 - 1) + b"[,,null]]":
+        raise ValueError("not rows of two numbers and null")
+    return Rows(flat[0::3], flat[1::3])
 
 
 def _decode_ids(text: memoryview, dtype: str) -> npt.NDArray[Any]:

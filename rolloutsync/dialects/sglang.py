@@ -12,7 +12,7 @@ from rolloutsync.dialects.sglang_answer import decode
 from rolloutsync.dialects.sglang_load import read_facts, read_loads
 from rolloutsync.dialects.sglang_weights import SGLangWeights
 from rolloutsync.errors import shown
-from rolloutsync.payload import LargeField, narrowest
+from rolloutsync.payload import ROWS, LargeField, narrowest
 
 if TYPE_CHECKING:
     from rolloutsync.payload import Body
@@ -49,6 +49,7 @@ SAMPLING_RULES: dict[str, rules.Rule] = {
 }
 _OTHER_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
 _INDEXER = LargeField(("meta_info", "indexer_topk"), "int32")
+_LOGPROBS = LargeField(("meta_info", "output_token_logprobs"), ROWS)
 _KNOWN = (*SAMPLING_RULES, *_OTHER_NAMES, "n")
 PAUSE_MODES = ("abort", "in_place", "retract")
 _RANK_FIELD_SINCE = (0, 5, 10)  # routed_dp_rank; before it only data_parallel_rank is read
@@ -135,9 +136,9 @@ class SGLangDialect:
         """See ``Dialect.large_fields``."""
         fields = prompt.fields
         if not (fields.get("return_routed_experts") or fields.get("return_indexer_topk")):
-            return ()
+            return (_LOGPROBS,)
         wanted = narrowest(facts.experts.count) if dtype == "auto" else dtype
-        return LargeField(("meta_info", "routed_experts"), wanted), _INDEXER
+        return LargeField(("meta_info", "routed_experts"), wanted), _INDEXER, _LOGPROBS
 
     def decode_generate(self, answer: Any, prompt: Prompt, rid: str, facts: Facts, dtype: str) -> Segment:
         """See ``Dialect.decode_generate``."""

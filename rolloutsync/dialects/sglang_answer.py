@@ -10,7 +10,7 @@ import numpy as np
 
 from rolloutsync.dialects.base import error_words
 from rolloutsync.errors import ProtocolError, clip
-from rolloutsync.payload import decode_experts, narrow, narrowest
+from rolloutsync.payload import Rows, decode_experts, narrow, narrowest
 from rolloutsync.sample import NO_LOGPROBS, NO_TOKENS, Finish, Segment, TopLogprobs, WeightSpan
 
 if TYPE_CHECKING:
@@ -163,16 +163,25 @@ def _logprobs(answer: _Answer, ids: IntArray) -> FloatArray | None:
         return None
     if rows is None and len(ids) == 0:
         return NO_LOGPROBS
+    if isinstance(rows, Rows):
+        first, named = rows
+        return _checked(first, named, answer, ids)
     if not isinstance(rows, list) or len(rows) != len(ids):
         raise ProtocolError(f"{len(ids)} output_ids but {_length(rows)} output_token_logprobs")
-    told = answer.top.get("output_ids")
     try:
-        named = [row[1] for row in rows] if told is not None else None  # else the ids were read from these rows
-        values, finite = _floats([row[0] for row in rows])
+        return _checked([row[0] for row in rows], [row[1] for row in rows], answer, ids)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise ProtocolError(f"output_token_logprobs is not a list of [logprob, id, text]: {error}") from None
-    if named is not None and named != told:
+
+
+def _checked(numbers: list[Any], named: list[Any], answer: _Answer, ids: IntArray) -> FloatArray:
+    """The logprobs of the tokens that are named beside them, which must be those of the answer."""
+    if len(named) != len(ids):
+        raise ProtocolError(f"{len(ids)} output_ids but {len(named)} output_token_logprobs")
+    told = answer.top.get("output_ids")
+    if told is not None and named != told:  # else the ids were read from these rows
         raise ProtocolError("output_token_logprobs are of other tokens than output_ids")
+    values, finite = _floats(numbers)
     if not finite and not np.isfinite(values).all():
         raise ProtocolError(f"the logprob of output token {int(np.isfinite(values).argmin())} is NaN, null or infinite")
     return values
@@ -193,6 +202,8 @@ def _length(rows: Any) -> str:
 
 def _columns(rows: Any, name: str) -> tuple[FloatArray, IntArray]:
     """[[logprob, id, text], ...] as (float32 with NaN for null, int32)."""
+    if isinstance(rows, Rows):
+        return _floats(rows.first)[0], _token_ids(rows.second, name)
     if not isinstance(rows, list):
         raise ProtocolError(f"{name} is a {type(rows).__name__}, not a list")
     if not rows:

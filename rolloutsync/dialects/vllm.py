@@ -15,7 +15,7 @@ from rolloutsync.dialects.vllm_request import COMPLETIONS, TOKENS, body_of, rout
 from rolloutsync.dialects.vllm_sampling import resumed_seed
 from rolloutsync.dialects.vllm_weights import VLLMWeights
 from rolloutsync.errors import shown
-from rolloutsync.payload import LargeField
+from rolloutsync.payload import BYTES, LargeField
 
 if TYPE_CHECKING:
     from rolloutsync.sample import Prompt, Segment
@@ -40,7 +40,7 @@ _FLAGS = {  # in an error's words: what to start the server with
     "weight transfer not configured": '--weight-transfer-config \'{"backend": "nccl"}\'',
     "weight_transfer_config": '--weight-transfer-config \'{"backend": "nccl"}\'',
 }
-_LARGE = (LargeField(("choices", 0, "routed_experts")),)
+_LARGE = (LargeField(("choices", 0, "routed_experts"), BYTES),)
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 
 

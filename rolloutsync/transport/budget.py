@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LARGE_BYTES = 1 << 20
 _TICK_S = 0.25
-_SPARE_SHARE = 48  # at most this part of the budget lies about in spare buffers
+_SPARE_SHARE = 24  # at most this part of the budget lies about in spare buffers
 _SPARE_S = 2.0  # and only for as long as large answers keep coming
 _HEADER_BYTES = sys.getsizeof(bytearray())
 

@@ -7,7 +7,7 @@ import pytest
 from rolloutsync.transport.budget import BodyBudget
 from tests.fakes import FakeClock
 
-BUDGET = 4800  # of which 100 may lie about
+BUDGET = 2400  # of which 100 may lie about
 
 
 def _budget() -> tuple[BodyBudget, FakeClock]:

@@ -14,10 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rolloutsync import payload
-from rolloutsync.payload import LargeField, decode_experts, narrow, parse_answer, parse_json
+from rolloutsync.payload import BYTES, ROWS, LargeField, Rows, decode_experts, narrow, parse_answer, parse_json
 
 KEY = "routed_experts"
-FIELDS = (LargeField(("meta_info", KEY), "uint8"), LargeField(("meta_info", "indexer_topk")))
+LOGPROBS = "output_token_logprobs"
+FIELDS = (
+    LargeField(("meta_info", KEY), "uint8"),
+    LargeField(("meta_info", "indexer_topk"), BYTES),
+    LargeField(("meta_info", LOGPROBS), ROWS),
+)
 _EXPERTS = np.arange(8192, dtype=np.int32) % 256
 _TEXT = base64.b64encode(_EXPERTS.tobytes()).decode()
 
@@ -35,7 +40,9 @@ def small() -> None:
 
 
 def _as_texts(value: Any) -> Any:
-    """Bytes and ids as the base64 that they came from."""
+    """Bytes and ids as the base64 that they came from, rows as lists."""
+    if isinstance(value, Rows):
+        return [[*row, None] for row in zip(*value, strict=True)]
     if isinstance(value, np.ndarray):
         value = value.astype("<i4").tobytes()
     if isinstance(value, bytes):
@@ -72,7 +79,7 @@ def test_experts_come_as_bytes(kind: Any) -> None:
 
 def test_a_place_in_a_list() -> None:
     """As vLLM has it."""
-    answer = parse_answer(orjson.dumps({"choices": [{KEY: _TEXT}]}), [LargeField(("choices", 0, KEY))])
+    answer = parse_answer(orjson.dumps({"choices": [{KEY: _TEXT}]}), [LargeField(("choices", 0, KEY), BYTES)])
     assert isinstance(answer["choices"][0][KEY], bytes)
 
 
@@ -109,7 +116,10 @@ def test_what_only_looks_like_it(body: str) -> None:
     _read(body.encode())
 
 
-_keys = st.sampled_from(["meta_info", KEY, "indexer_topk", "choices", f'x","{KEY}', f'"{KEY}":"', "text", "é"])
+_rows = st.lists(st.tuples(st.one_of(st.none(), st.integers(-9, 9)), st.integers(0, 9), st.none()), max_size=4)
+_keys = st.sampled_from(
+    ["meta_info", LOGPROBS, KEY, "indexer_topk", "choices", f'x","{KEY}', f'"{KEY}":"', "text", "é"]
+)
 _codes = st.binary(min_size=6, max_size=24).map(lambda raw: base64.b64encode(raw).decode())
 _texts = st.one_of(
     _codes,
@@ -118,12 +128,12 @@ _texts = st.one_of(
     _codes.map(lambda code: f'\\","{KEY}":"{code}\\'),
 )
 _values = st.recursive(
-    st.one_of(_texts, st.none(), st.booleans(), st.integers(-9, 9)),
+    st.one_of(_texts, _rows, st.none(), st.booleans(), st.integers(-9, 9)),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(_keys, inner, max_size=4)),
     max_leaves=12,
 )
 _answers = st.fixed_dictionaries(
-    {"meta_info": st.dictionaries(_keys, st.one_of(_texts, _values), max_size=4)},
+    {"meta_info": st.dictionaries(_keys, st.one_of(_texts, _rows, _values), max_size=4)},
     optional={
         "text": _texts,
         "choices": st.lists(st.dictionaries(_keys, _values, max_size=3), max_size=2),
@@ -200,3 +210,45 @@ def test_padding_within_a_text_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "AAAAAAAAAAAAAA==" * 3
     answer = parse_answer(orjson.dumps({"meta_info": {KEY: text}}), FIELDS)
     assert answer == {"meta_info": {KEY: text}}
+
+
+def _logprobs(text: str) -> Any:
+    return parse_answer(f'{{"meta_info":{{"{LOGPROBS}":{text}}}}}'.encode(), FIELDS)["meta_info"][LOGPROBS]
+
+
+def test_rows_come_as_two_columns(small: None) -> None:
+    """Not as thousands of lists."""
+    assert _logprobs("[[-0.5,7,null],[-1e-3,8,null]]") == Rows([-0.5, -0.001], [7, 8])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[-0.5,7],[null,-0.1,8,null]]",
+        "[[-0.5,7,null,null],[-0.1,8]]",
+        "[[null,7,null],[-0.1,8,null]]",
+        "[[-0.5,null,7],[-0.1,null,8]]",
+        "[[-0.5,7,null],[-0.1,8,null],null]",
+        "[[-0.5,7,null],[-0.1,[8],null]]",
+        "[[[-0.5,7,null]],[[-0.1,8,null]]]",
+        '[[-0.5,7,"a"],[-0.1,8,null]]',
+        "[[-0.5,7,null], [-0.1,8,null]]",
+        "[[-0.5,7,null],[-0.1,8,false]]",
+        "[[-0.5,7,null],[NaN,8,null]]",
+        "[[-0.5,7,null],{},[-0.1,8,null]]",
+        "[[-0.5,7,null,0.1,8,null],[-0.1,8,null]]",
+        "[[],[],[]]",
+        "[[]]",
+    ],
+)
+def test_what_only_looks_like_rows(small: None, text: str) -> None:
+    """Rows of other lengths, other nulls, deeper lists, texts, spaces: left to the plain parse."""
+    body = f'{{"meta_info":{{"{LOGPROBS}":{text}}}}}'.encode()
+    plain = parse_json(body)["meta_info"][LOGPROBS]
+    assert repr(_logprobs(text)) == repr(plain)
+
+
+def test_rows_that_begin_within_a_text(small: None) -> None:
+    """The key and the brackets as a text says them."""
+    _read(f'{{"text":"{{\\"{LOGPROBS}\\":[[1,2,null],[3,4,null]]","meta_info":{{"{LOGPROBS}":[]}}}}'.encode())
+    _read(f'{{"x":{{"{LOGPROBS}":[[1,2,null],[3,4,null]]}},"meta_info":{{"{LOGPROBS}":[]}}}}'.encode())
