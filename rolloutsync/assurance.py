@@ -26,7 +26,7 @@ def assured(engine: Engine, clock: Clock, deadline: Deadline) -> LoadReading:
 
     1. Abort everything, where that is possible by one call, does no harm, and is counted. Not zero: busy.
     2. Ask the core. No answer: frozen.
-    3. Read the load. Where 1 or 2 is not possible it must say zero for ``SETTLES_S``.
+    3. Read the load. Where 1 or 2 is not possible, or there are several front ends, it must say zero for ``SETTLES_S``.
     """
     held = engine.held(deadline=deadline)
     if held:
@@ -39,15 +39,16 @@ def assured(engine: Engine, clock: Clock, deadline: Deadline) -> LoadReading:
         if error.cut is not Cut.DEADLINE:
             raise
         return LoadReading(kind=LoadKind.UNKNOWN, frozen=True, why=f"its core does not answer: {error.message}")
-    return _with_basis(engine.load(deadline=deadline), held, asked=asked)
+    return _with_basis(engine.load(deadline=deadline), held, engine.facts.front_ends or 1, asked=asked)
 
 
-def _with_basis(reading: LoadReading, held: int | None, *, asked: bool) -> LoadReading:
+def _with_basis(reading: LoadReading, held: int | None, front_ends: int, *, asked: bool) -> LoadReading:
     """Says what a zero rests on, and how long it must last if that is little."""
     if reading.kind is not LoadKind.ZERO:
         return reading
-    front = "its front end holds nothing" if held is not None else "nobody can ask its front end"
+    which = "its front end holds" if front_ends == 1 else f"those of its {front_ends} front ends that were met hold"
+    front = f"{which} nothing" if held is not None else "nobody can ask its front end"
     core = "its core answers" if asked else "nobody can ask its core"
-    settles_s = 0.0 if held is not None and asked else SETTLES_S
+    settles_s = 0.0 if held is not None and asked and front_ends == 1 else SETTLES_S
     lasting = f" for {settles_s:g} s" if settles_s else ""
     return replace(reading, settles_s=settles_s, basis=f"its load is zero{lasting}; {front}; {core}")

@@ -50,7 +50,8 @@ class BetweenSteps(CoreOwner):
             raise_on_timeout: False returns the report instead of raising.
 
         Returns:
-            What was found, engine by engine; ``print`` shows a table.
+            What was found, engine by engine; ``print`` shows a table. Where an engine's load alone proves nothing
+            (vLLM's is that of its last step), ``basis`` says what else its idleness rests on.
 
         Raises:
             NotIdleError: Not proven idle in time; names each engine and what remained, carries the report.

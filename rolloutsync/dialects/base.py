@@ -58,6 +58,7 @@ class Facts:
         running_limit: Requests that it runs at once, over all its ranks.
         model_path: As the engine names it; may be readable here.
         tp_size: Tensor-parallel ranks; each is one rank of a weight group.
+        front_ends: Processes that take requests, each of which can abort its own alone.
     """
 
     version: str | None = None
@@ -65,6 +66,7 @@ class Facts:
     tp_size: int | None = None
     running_limit: int | None = None
     model_path: str | None = None
+    front_ends: int | None = None
     weight_version: str | None = None
     vocab_size: int | None = None
     experts: Experts = field(default_factory=Experts)

@@ -105,6 +105,7 @@ def _of_config(config: dict[str, Any]) -> Facts:
     return Facts(
         dp_size=ranks,
         tp_size=None if workers is None else workers * every,
+        front_ends=positive(parallel.get("_api_process_count")),
         running_limit=None if limit is None else limit * (ranks or 1),
         model_path=_text(model.get("model")),
     )

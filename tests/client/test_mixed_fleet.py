@@ -35,7 +35,9 @@ def test_one_batch(mixed: SimFleet, make_client: MakeClient) -> None:
     client = make_client(mixed)
     for sample, ids in zip(client.generate(prompts(24), params(12)), prompts(24), strict=True):
         check_sample(sample, ids, 12)
-    assert [engine.state()["started"] for engine in mixed.engines] == [12, 12]
+    shares = [engine.state()["started"] for engine in mixed.engines]
+    assert sum(shares) == 24
+    assert all(shares)
     assert [status.dialect for status in client.engines()] == ["sglang", "vllm"]
 
 

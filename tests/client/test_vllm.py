@@ -23,7 +23,7 @@ from rolloutsync.dialects.vllm_sampling import resumed_seed
 from rolloutsync.sim import SimConfig
 from rolloutsync.sim.fleet import SimEngine
 from rolloutsync.sim.tokens import expected_tokens
-from tests.client.kit import SHORT, ScriptedEngine, check_sample, error_answer, params, prompts
+from tests.client.kit import ENDLESS, SHORT, ScriptedEngine, check_sample, error_answer, params, prompts
 from tests.client.vllmkit import COMPLETIONS, TOKENS, MakeClient, alone, await_tokens, called, endless
 from tests.wire import Request, Script, answer, eventually
 
@@ -159,6 +159,27 @@ def test_a_pause_by_somebody_else(vllm: SimEngine, make_client: MakeClient) -> N
     for sample, ids in zip(job.result(), prompts(2), strict=True):
         check_sample(sample, ids)
         assert sample.attempts == 1
+
+
+def test_every_other_verb(newest: SimEngine, make_client: MakeClient) -> None:
+    """Single samples, collects, episodes and the books know nothing of what is spoken below."""
+    client = make_client(newest.url)
+    check_sample(client.submit([3, 4], params(4)).result(10.0), [3, 4], 4)
+    got = client.collect(iter(prompts(40)), params(4), n=2, target=5, accept=lambda group: len(group) == 2)
+    assert (got.complete, len(got.groups)) == (True, 5)
+    episodes = client.map(
+        lambda turn, ids: turn.generate([*ids, *turn.generate(ids).output_ids]), prompts(3), sampling_params=params(4)
+    )
+    for episode, ids in zip(episodes, prompts(3), strict=True):
+        check_sample(episode.value, [*ids, *expected_tokens(ids, 4)], 4)
+    future = client.submit([9], ENDLESS)
+    await_tokens(newest, 1)
+    eventually(lambda: client.engines()[0].in_flight == 1, "it runs")
+    future.cancel()
+    assert future.result(10.0).status is Status.ABORTED
+    assert client.audit().balanced
+    assert client.stats().failed == 0
+    assert newest.url in client.dump()
 
 
 # --- what an engine is ------------------------------------------------------------------------------------------------

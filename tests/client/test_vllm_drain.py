@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from rolloutsync import EngineState, IdleState, NotIdleError, Status
 from rolloutsync.sim import Fault, SimFleet
 from rolloutsync.sim.fleet import SimEngine
 from tests.client.kit import ENDLESS, SHORT, ScriptedEngine, check_sample, params, prompts
-from tests.client.vllmkit import TOKENS, MakeClient, alone, await_tokens, called, endless
+from tests.client.vllmkit import TOKENS, MakeClient, alone, await_tokens, called, endless, tidy
 from tests.wire import Request, Script, answer, eventually, silence
 
 STRONG = "its load is zero; its front end holds nothing; its core answers"
@@ -122,13 +123,15 @@ class Gauges(ScriptedEngine):
         super().__init__()
 
     silent = False
+    info: Mapping[str, Any] = {}  # by ``/server_info``
 
     def _choose(self, request: Request) -> Script:
         if self.silent:
             return [silence]
         story = self._said.get(request.path)
         if story is None:
-            return [answer(json.dumps({"version": "0.33.0"}).encode())]
+            told = self.info if request.path.startswith("/server_info") else {"version": "0.33.0"}
+            return [answer(json.dumps(told).encode())]
         number = story.pop(0) if len(story) > 1 else story[0]
         return [answer(self._words(request.path, number))]
 
@@ -184,37 +187,65 @@ def test_gauges_that_cannot_be_read(words: bytes, make_client: MakeClient) -> No
         assert report.engines[0].state is IdleState.UNKNOWN
 
 
-def test_a_core_that_dies(make_client: MakeClient) -> None:
-    """Its requests go on elsewhere, whatever it had time to say; it is down, and the drain calls it gone."""
+@pytest.fixture(scope="module")
+def two() -> Iterator[SimFleet]:
+    """Two engines that may die."""
     with SimFleet(engines=2, dialect="vllm", tokens_per_second=1000.0, death_delay_s=0.2) as fleet:
-        client = make_client(fleet)
-        job = client.start(prompts(8), params(300))
-        for engine in fleet.engines:
-            await_tokens(engine, 4)
-        fleet.engines[0].add_fault(Fault(kind="crash"))
-        with contextlib.suppress(RuntimeError, OSError):
-            fleet.engines[0].call("POST", TOKENS, {"token_ids": [9], "sampling_params": {}})
-        eventually(lambda: not fleet.engines[0].alive, "it is dead")
-        for sample, ids in zip(job.result(), prompts(8), strict=True):
-            check_sample(sample, ids, 300)
-        assert client.engines()[0].state is EngineState.DOWN
-        report = client.abort_until_idle(10.0)
-        assert [drain.state for drain in report.engines] == [IdleState.GONE, IdleState.IDLE]
+        yield fleet
 
 
-def test_a_frozen_core_loses_its_samples(make_client: MakeClient) -> None:
+@pytest.fixture
+def pair(two: SimFleet) -> SimFleet:
+    """Alive, and as new."""
+    for engine in two.engines:
+        if not engine.alive:
+            engine.restart()
+        tidy(engine)
+        engine.reset()
+    return two
+
+
+def test_a_frozen_core_loses_its_samples(pair: SimFleet, make_client: MakeClient) -> None:
     """Its health is well and its gauges are read; only its core does not answer, and that is what counts."""
-    limits = replace(SHORT, dead_s=0.6)
-    with SimFleet(engines=2, dialect="vllm", tokens_per_second=1000.0) as fleet:
-        client = make_client(fleet, timeouts=limits)
-        job = client.start(prompts(4), params(800))
-        for engine in fleet.engines:
-            await_tokens(engine, 2)
-        fleet.engines[0].add_fault(Fault(kind="freeze"))
-        for sample, ids in zip(job.result(), prompts(4), strict=True):
-            check_sample(sample, ids, 800)
-        assert client.engines()[0].state is EngineState.QUARANTINED
-        assert "its load says nothing of its core" in client.engines()[0].reason
+    client = make_client(pair, timeouts=replace(SHORT, dead_s=0.6))
+    job = client.start(prompts(4), params(400))
+    for engine in pair.engines:
+        await_tokens(engine, 2)
+    pair.engines[0].add_fault(Fault(kind="freeze"))
+    for sample, ids in zip(job.result(), prompts(4), strict=True):
+        check_sample(sample, ids, 400)
+    assert client.engines()[0].state is EngineState.QUARANTINED
+    assert "its load says nothing of its core" in client.engines()[0].reason
+    pair.engines[0].clear_faults()
+
+
+def test_a_core_that_dies(pair: SimFleet, make_client: MakeClient) -> None:
+    """Its requests go on elsewhere, whatever it had time to say; it is down, and the drain calls it gone."""
+    client = make_client(pair)
+    job = client.start(prompts(8), params(300))
+    for engine in pair.engines:
+        await_tokens(engine, 4)
+    pair.engines[0].add_fault(Fault(kind="crash"))
+    with contextlib.suppress(RuntimeError, OSError):
+        pair.engines[0].call("POST", TOKENS, {"token_ids": [9], "sampling_params": {}})
+    eventually(lambda: not pair.engines[0].alive, "it is dead")
+    for sample, ids in zip(job.result(), prompts(8), strict=True):
+        check_sample(sample, ids, 300)
+    assert client.engines()[0].state is EngineState.DOWN
+    report = client.abort_until_idle(10.0)
+    assert [drain.state for drain in report.engines] == [IdleState.GONE, IdleState.IDLE]
+
+
+def test_several_front_ends(make_client: MakeClient) -> None:
+    """Each knows its own requests alone, and the kernel chooses who gets a connection: so there are many new ones."""
+    with Gauges() as engine:
+        engine.info = {"vllm_config": {"parallel_config": {"_api_process_count": 2}}}
+        report = make_client(engine.url).abort_until_idle(10.0)
+        assert report.engines[0].basis.startswith(
+            "its load is zero for 1 s; those of its 2 front ends that were met hold"
+        )
+        assert engine.order()[:8] == ["held"] * 6 + ["core", "metrics"]
+        assert engine.server.accepted >= 6 * report.engines[0].sweeps
 
 
 def test_a_silent_front_end(make_client: MakeClient) -> None:

@@ -165,7 +165,7 @@ def test_facts() -> None:
     server, models, version = (
         DIALECT.read_facts(recorded(name).answer) for name in ("server_info", "models", "version")
     )
-    assert server == Facts(dp_size=1, tp_size=1, running_limit=4, model_path="tiny-llama")
+    assert server == Facts(dp_size=1, tp_size=1, front_ends=1, running_limit=4, model_path="tiny-llama")
     assert models == Facts(model_path="tiny-llama")
     assert merged(models, version) == Facts(model_path="tiny-llama", version="0.32.0")
     assert merged(server, Facts(dp_size=9, version="1")).dp_size == 1
