@@ -170,8 +170,9 @@ class Endpoint:
         self.facts = self._with_model(replace(facts, weight_version=facts.weight_version or label))
 
     def forget_version(self) -> None:
-        """It is gone: whatever comes back may have other weights."""
-        self.facts = replace(self.facts, weight_version=None)
+        """It is gone, or its weights are in doubt: where only we know the label, nobody knows it any more."""
+        if not self.dialect.weights.keeps_label(self.facts):
+            self.facts = replace(self.facts, weight_version=None)
 
     def _more(self, facts: Facts) -> Facts:
         for call in self.dialect.more_facts_calls():

@@ -167,11 +167,13 @@ class Watcher:
         except TransportError as error:
             unreachable = error.phase in {Phase.REFUSED, Phase.CONNECT, Phase.LOCAL}
             if unreachable or (error.cut is Cut.DEADLINE and not engine.is_reachable()):
-                engine.forget_version()
+                if error.phase is not Phase.LOCAL:
+                    engine.forget_version()
                 return EngineState.DOWN, clip(error.message, 200)
             log.info("engine %s does not say what it is: %s", engine.url, clip(error.message, 200))
         except Exception as error:  # noqa: BLE001 - a thread's outermost frame: an engine must not stay NEW for ever
             return EngineState.DOWN, f"probe failed: {type(error).__name__}: {error}"
+        self._wrong.pop(engine, None)
         return (EngineState.DOWN, "its core has died") if engine.has_died() else (EngineState.LIVE, "")
 
     def _run(self, engine: Engine) -> None:

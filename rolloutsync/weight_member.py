@@ -175,8 +175,8 @@ class Member:
             self.fail(f"end of the session: {error.message}", error)
 
     def forget(self) -> None:
-        """It does not have the weights. An engine that bears no label has nothing but our word for what it has."""
-        if self.touched and not self._keeps_label:
+        """It does not have the weights."""
+        if self.touched:
             self.engine.forget_version()
 
     def read_version(self) -> str | None:

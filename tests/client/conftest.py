@@ -90,6 +90,13 @@ def vllm(request: pytest.FixtureRequest, vllm_of: Callable[[str], SimEngine]) ->
     yield from _as_new(vllm_of(request.param))
 
 
+@pytest.fixture(scope="session")
+def bare() -> Iterator[SimEngine]:
+    """A new vLLM engine that was started without anything: no development mode, no scale-out."""
+    with SimFleet(engines=1, dialect="vllm", tokens_per_second=1000.0, dev_mode=False, enable_scale_out=False) as fleet:
+        yield fleet.engines[0]
+
+
 @pytest.fixture
 def newest(vllm_of: Callable[[str], SimEngine]) -> Iterator[SimEngine]:
     """The newest of them, as new."""

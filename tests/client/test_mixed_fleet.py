@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from rolloutsync import EngineState, IdleState, Status, UnsupportedError, WeightUpdateError
-from rolloutsync.sim import Fault, SimConfig, SimFleet
+from rolloutsync.sim import Fault, SimFleet
+from rolloutsync.sim.fleet import SimEngine
 from rolloutsync.sim.tokens import expected_tokens
 from tests.client.kit import ENDLESS, check_sample, params, prompts
 from tests.client.vllmkit import MakeClient, await_tokens
 from tests.wire import eventually
 
 
-@pytest.fixture(scope="module")
-def both() -> Iterator[SimFleet]:
+@dataclass
+class Mixed:
     """An engine of each kind."""
-    kinds = [SimConfig(tokens_per_second=1000.0), SimConfig(dialect="vllm", tokens_per_second=1000.0)]
-    with SimFleet(configs=kinds) as fleet:
-        yield fleet
+
+    engines: list[SimEngine]
+
+    @property
+    def urls(self) -> list[str]:
+        return [engine.url for engine in self.engines]
 
 
 @pytest.fixture
-def mixed(both: SimFleet) -> SimFleet:
+def mixed(fleet: SimFleet, newest: SimEngine) -> Mixed:
     """As new."""
-    for engine in both.engines:
-        engine.reset()
-    return both
+    return Mixed([fleet.engines[0], newest])
 
 
-def test_one_batch(mixed: SimFleet, make_client: MakeClient) -> None:
+def test_one_batch(mixed: Mixed, make_client: MakeClient) -> None:
     """Both have a share of it, and nobody can tell from the samples which."""
-    client = make_client(mixed)
+    client = make_client(mixed.urls)
     for sample, ids in zip(client.generate(prompts(24), params(12)), prompts(24), strict=True):
         check_sample(sample, ids, 12)
     shares = [engine.state()["started"] for engine in mixed.engines]
@@ -41,9 +43,9 @@ def test_one_batch(mixed: SimFleet, make_client: MakeClient) -> None:
     assert [status.dialect for status in client.engines()] == ["sglang", "vllm"]
 
 
-def test_a_drain_and_partials_that_change_sides(mixed: SimFleet, make_client: MakeClient) -> None:
+def test_a_drain_and_partials_that_change_sides(mixed: Mixed, make_client: MakeClient) -> None:
     """Each engine is proven idle in its own way; what one began the other may end."""
-    client = make_client(mixed)
+    client = make_client(mixed.urls)
     job = client.start(prompts(8), params(400))
     for engine in mixed.engines:
         await_tokens(engine, 4)
@@ -52,18 +54,18 @@ def test_a_drain_and_partials_that_change_sides(mixed: SimFleet, make_client: Ma
     assert [bool(drain.basis) for drain in report.engines] == [False, True]
     partials = job.result()
     assert {sample.status for sample in partials} == {Status.ABORTED}
-    client.remove_engine(mixed[0])
+    client.remove_engine(mixed.urls[0])
     for sample, ids in zip(client.generate(partials), prompts(8), strict=True):
         check_sample(sample, ids, 400)
 
 
-def test_what_only_one_kind_has(mixed: SimFleet, make_client: MakeClient) -> None:
+def test_what_only_one_kind_has(mixed: Mixed, make_client: MakeClient) -> None:
     """An error of those samples that come to the other, by name; modes that one lacks are refused for all."""
-    client = make_client(mixed)
+    client = make_client(mixed.urls)
     samples = client.generate(prompts(4), params(4, stop_regex="x"), on_error="return")
     errors = [sample.error for sample in samples if sample.error is not None]
     assert len(errors) == 2
-    assert all(isinstance(error, UnsupportedError) and error.engine == mixed[1] for error in errors)
+    assert all(isinstance(error, UnsupportedError) and error.engine == mixed.urls[1] for error in errors)
     for mode, kind in (("retract", "abort.*hold.*wait"), ("wait", "abort.*hold.*retract")):
         with pytest.raises(ValueError, match=rf"mode must be one of \('{kind}'\), got '{mode}'"):
             client.quiesced(mode)
@@ -72,9 +74,9 @@ def test_what_only_one_kind_has(mixed: SimFleet, make_client: MakeClient) -> Non
     client.resume()
 
 
-def test_weights(mixed: SimFleet, make_client: MakeClient) -> None:
+def test_weights(mixed: Mixed, make_client: MakeClient) -> None:
     """From disk, under one label; a broadcast cannot reach both kinds, and is refused at once."""
-    client = make_client(mixed)
+    client = make_client(mixed.urls)
     report = client.update_weights_from_disk("ckpt/5", version="5")
     assert {engine.version for engine in report.engines} == {"5"}
     for sample, ids in zip(client.generate(prompts(4), params(4)), prompts(4), strict=True):
@@ -84,9 +86,9 @@ def test_weights(mixed: SimFleet, make_client: MakeClient) -> None:
         client.init_group("127.0.0.1", 29_500)
 
 
-def test_one_that_dies(mixed: SimFleet, make_client: MakeClient) -> None:
+def test_one_that_dies(mixed: Mixed, make_client: MakeClient) -> None:
     """The other makes what it had."""
-    client = make_client(mixed)
+    client = make_client(mixed.urls)
     mixed.engines[1].add_fault(Fault(kind="status", status=503, times=4))
     for sample, ids in zip(client.generate(prompts(8), params(12)), prompts(8), strict=True):
         assert sample.error is None, ids

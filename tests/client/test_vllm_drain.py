@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from rolloutsync import EngineState, IdleState, NotIdleError, Status
 from rolloutsync.sim import Fault, SimFleet
 from rolloutsync.sim.fleet import SimEngine
 from tests.client.kit import ENDLESS, SHORT, ScriptedEngine, check_sample, params, prompts
-from tests.client.vllmkit import TOKENS, MakeClient, alone, await_tokens, called, endless, tidy
+from tests.client.vllmkit import TOKENS, MakeClient, alone, await_tokens, called, endless
 from tests.wire import Request, Script, answer, eventually, silence
 
 STRONG = "its load is zero; its front end holds nothing; its core answers"
@@ -66,6 +66,7 @@ def test_own_requests_alone(vllm: SimEngine, make_client: MakeClient) -> None:
         assert all(len(sample.output_ids) for sample in ours.result())
 
 
+@pytest.mark.slow
 def test_own_requests_where_only_scale_out_aborts(make_client: MakeClient) -> None:
     """Without the development mode an engine still aborts by id, and nobody else's requests end."""
     with alone(dev_mode=False) as engine:
@@ -84,7 +85,7 @@ def test_a_core_that_hangs(newest: SimEngine, make_client: MakeClient) -> None:
     job = endless(client, newest)
     newest.add_fault(Fault(kind="freeze"))
     with pytest.raises(NotIdleError, match=r"Frozen.*its core does not answer") as caught:
-        client.abort_until_idle(1.0)
+        client.abort_until_idle(0.5)
     assert caught.value.report.engines[0].state is IdleState.FROZEN
     assert all(sample.status is Status.ABORTED and len(sample.output_ids) for sample in job.result())
     newest.clear_faults()
@@ -99,7 +100,7 @@ def test_a_core_that_hangs_with_somebody_elses_request(newest: SimEngine, make_c
     newest.add_fault(Fault(kind="freeze"))
     theirs = other.start(prompts(1), ENDLESS)
     eventually(lambda: called(newest).get(TOKENS) == 1, "it has come")
-    report = mine.abort_until_idle(0.7, raise_on_timeout=False)
+    report = mine.abort_until_idle(0.4, raise_on_timeout=False)
     assert report.engines[0].state is IdleState.FROZEN
     newest.clear_faults()
     assert mine.abort_until_idle(10.0).idle
@@ -187,62 +188,45 @@ def test_gauges_that_cannot_be_read(words: bytes, make_client: MakeClient) -> No
         assert report.engines[0].state is IdleState.UNKNOWN
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[SimFleet]:
-    """Two engines that may die."""
-    with SimFleet(engines=2, dialect="vllm", tokens_per_second=1000.0, death_delay_s=0.2) as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def pair(two: SimFleet) -> SimFleet:
-    """Alive, and as new."""
-    for engine in two.engines:
-        if not engine.alive:
-            engine.restart()
-        tidy(engine)
-        engine.reset()
-    return two
-
-
-def test_a_frozen_core_loses_its_samples(pair: SimFleet, make_client: MakeClient) -> None:
+def test_a_frozen_core_loses_its_samples(newest: SimEngine, fleet: SimFleet, make_client: MakeClient) -> None:
     """Its health is well and its gauges are read; only its core does not answer, and that is what counts."""
-    client = make_client(pair, timeouts=replace(SHORT, dead_s=0.6))
+    client = make_client([newest.url, fleet[0]], timeouts=replace(SHORT, dead_s=0.6))
     job = client.start(prompts(4), params(400))
-    for engine in pair.engines:
-        await_tokens(engine, 2)
-    pair.engines[0].add_fault(Fault(kind="freeze"))
+    await_tokens(newest, 1)
+    newest.add_fault(Fault(kind="freeze"))
     for sample, ids in zip(job.result(), prompts(4), strict=True):
         check_sample(sample, ids, 400)
     assert client.engines()[0].state is EngineState.QUARANTINED
     assert "its load says nothing of its core" in client.engines()[0].reason
-    pair.engines[0].clear_faults()
+    newest.clear_faults()
 
 
-def test_a_core_that_dies(pair: SimFleet, make_client: MakeClient) -> None:
+@pytest.mark.slow
+def test_a_core_that_dies(fleet: SimFleet, make_client: MakeClient) -> None:
     """Its requests go on elsewhere, whatever it had time to say; it is down, and the drain calls it gone."""
-    client = make_client(pair)
-    job = client.start(prompts(8), params(300))
-    for engine in pair.engines:
-        await_tokens(engine, 4)
-    pair.engines[0].add_fault(Fault(kind="crash"))
-    with contextlib.suppress(RuntimeError, OSError):
-        pair.engines[0].call("POST", TOKENS, {"token_ids": [9], "sampling_params": {}})
-    eventually(lambda: not pair.engines[0].alive, "it is dead")
-    for sample, ids in zip(job.result(), prompts(8), strict=True):
-        check_sample(sample, ids, 300)
-    assert client.engines()[0].state is EngineState.DOWN
-    report = client.abort_until_idle(10.0)
-    assert [drain.state for drain in report.engines] == [IdleState.GONE, IdleState.IDLE]
+    with alone(death_delay_s=0.2) as engine:
+        client = make_client([engine.url, fleet[0]])
+        job = client.start(prompts(8), params(300))
+        await_tokens(engine, 1)
+        engine.add_fault(Fault(kind="crash"))
+        with contextlib.suppress(RuntimeError, OSError):
+            engine.call("POST", TOKENS, {"token_ids": [9], "sampling_params": {}})
+        eventually(lambda: not engine.alive, "it is dead")
+        for sample, ids in zip(job.result(), prompts(8), strict=True):
+            check_sample(sample, ids, 300)
+        assert client.engines()[0].state in {EngineState.DOWN, EngineState.QUARANTINED}
+        report = client.abort_until_idle(10.0)
+        assert [drain.state for drain in report.engines] == [IdleState.GONE, IdleState.IDLE]
 
 
-def test_several_front_ends(make_client: MakeClient) -> None:
+def test_several_front_ends(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each knows its own requests alone, and the kernel chooses who gets a connection: so there are many new ones."""
+    monkeypatch.setattr("rolloutsync.assurance.SETTLES_S", 0.2)
     with Gauges() as engine:
         engine.info = {"vllm_config": {"parallel_config": {"_api_process_count": 2}}}
         report = make_client(engine.url).abort_until_idle(10.0)
         assert report.engines[0].basis.startswith(
-            "its load is zero for 1 s; those of its 2 front ends that were met hold"
+            "its load is zero for 0.2 s; those of its 2 front ends that were met hold"
         )
         assert engine.order()[:8] == ["held"] * 6 + ["core", "metrics"]
         assert engine.server.accepted >= 6 * report.engines[0].sweeps

@@ -26,19 +26,19 @@ def is_paused(engine: SimEngine) -> bool:
     return paused
 
 
-def test_quiet_blocks(vllm: SimEngine, make_client: MakeClient) -> None:
+def test_quiet_blocks(newest: SimEngine, make_client: MakeClient) -> None:
     """Proven idle and paused inside; what comes meanwhile waits, and is made after."""
-    client = make_client(vllm.url)
-    job = endless(client, vllm, 2)
+    client = make_client(newest.url)
+    job = endless(client, newest, 2)
     with client.quiesced() as report:
         assert report is not None
         assert report.idle
         assert {sample.status for sample in job.result()} == {Status.ABORTED}
-        assert is_paused(vllm)
+        assert is_paused(newest)
         later = client.start([[5]], params(4))
         assert not later.wait(0.1)
     check_sample(later.result()[0], [5], 4)
-    assert not is_paused(vllm)
+    assert not is_paused(newest)
 
 
 @pytest.mark.parametrize("mode", ["hold", "wait"])
@@ -97,18 +97,18 @@ def test_a_busy_cache_is_not_emptied(newest: SimEngine, make_client: MakeClient)
     job.abort()
 
 
-def test_memory_is_given_back(vllm: SimEngine, make_client: MakeClient) -> None:
+def test_memory_is_given_back(newest: SimEngine, make_client: MakeClient) -> None:
     """The engine ends its pause when it is awake again; within the block it must not."""
-    client = make_client(vllm.url)
+    client = make_client(newest.url)
     with client.quiesced():
         with pytest.raises(ValueError, match=r"vLLM releases \['kv_cache'\] or \['kv_cache', 'weights'\]"):
             client.release_memory(["weights"])
         client.release_memory(["weights", "kv_cache"])
-        assert vllm.call("GET", "/is_sleeping") == {"is_sleeping": True}
+        assert newest.call("GET", "/is_sleeping") == {"is_sleeping": True}
         client.resume_memory(["weights"])
         client.resume_memory(["kv_cache"])
-        assert is_paused(vllm)
-    assert not is_paused(vllm)
+        assert is_paused(newest)
+    assert not is_paused(newest)
     check_sample(client.generate([[5]], params(4))[0], [5], 4)
 
 
@@ -177,10 +177,14 @@ def test_a_broadcast_without_a_group(newest: SimEngine, make_client: MakeClient)
     client.update_weights_from_disk("ckpt/4", version="4")
 
 
-@pytest.mark.parametrize("fault", [{"kind": "status", "status": 500}, {"kind": "reset"}], ids=["refused", "broken"])
+@pytest.mark.parametrize(
+    "fault",
+    [{"kind": "status", "status": 500}, pytest.param({"kind": "reset"}, marks=pytest.mark.slow)],
+    ids=["refused", "broken"],
+)
 def test_a_reload_that_fails(fault: dict[str, Any], newest: SimEngine, make_client: MakeClient) -> None:
     """It may leave the model without weights, so nothing is sent there until it has some."""
-    client = make_client(newest.url)
+    client = make_client(newest.url, timeouts=replace(SHORT, engine_wait_s=0.1))
     newest.add_fault(Fault(path=RELOAD, **fault))
     with pytest.raises(WeightUpdateError, match="update from disk"):
         client.update_weights_from_disk("ckpt/7", version="7")
@@ -215,15 +219,14 @@ def test_checksums(newest: SimEngine, make_client: MakeClient) -> None:
     assert len(report.engines[0].checksum or "") == 64
 
 
-def test_what_the_development_mode_is_for(make_client: MakeClient) -> None:
-    """Without it every verb between steps says how to start the server; samples are made as ever."""
-    with alone(dev_mode=False) as engine:
-        client = make_client(engine.url)
-        hint = r"if it is started with VLLM_SERVER_DEV_MODE=1"
-        for verb in (client.pause, client.flush_cache, client.resume):
-            with pytest.raises(ControlError, match=hint):
-                verb()
+def test_what_the_development_mode_is_for(bare: SimEngine, make_client: MakeClient) -> None:
+    """Without it every verb between steps says how to start the server."""
+    client = make_client(bare.url)
+    hint = r"if it is started with VLLM_SERVER_DEV_MODE=1"
+    for verb in (client.pause, client.flush_cache, client.resume):
         with pytest.raises(ControlError, match=hint):
-            client.update_weights_from_disk("ckpt/7", version="7", mode="hold")
-        with pytest.raises(ControlError, match=hint):
-            client.control("/collective_rpc", {"method": "x"})
+            verb()
+    with pytest.raises(ControlError, match=hint):
+        client.update_weights_from_disk("ckpt/7", version="7", mode="hold")
+    with pytest.raises(ControlError, match=hint):
+        client.control("/collective_rpc", {"method": "x"})
