@@ -308,7 +308,14 @@ def narrow(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         ValueError: A value does not fit.
     """
     whole = array.base
-    if isinstance(whole, np.ndarray) and whole.flags.owndata and whole.dtype.name == dtype and whole.size == array.size:
+    if (
+        isinstance(whole, np.ndarray)
+        and whole.flags.owndata
+        and whole.flags.c_contiguous
+        and array.flags.c_contiguous  # an .npy file may be in Fortran's order
+        and whole.dtype == dtype
+        and whole.size == array.size
+    ):
         whole.resize(array.shape, refcheck=False)
         return whole
     least, limit = (0, _NARROW[dtype]) if dtype in _NARROW else (int(_INT32.min), int(_INT32.max) + 1)

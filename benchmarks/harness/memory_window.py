@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from benchmarks.peers.ours_peer import Ours
 from rolloutsync import Sample
 
 MB = 1e6
-SETTLE_S = 0.6  # what is at hand for the next answers is given back within half a second of the last
 
 
 def measure(spec: dict[str, Any]) -> dict[str, float]:
@@ -41,7 +39,6 @@ def keep(work: Work, peer: Peer) -> dict[str, float]:
     make, idle = samples_of(peer), live_bytes()
     make(work.prompts(work.threads))  # what one call leaves behind, the next one must not
     samples = make(work.prompts(work.requests))
-    time.sleep(SETTLE_S)
     arrays, live = sum(map(array_bytes, samples)), live_bytes() - idle
     count = len(samples)
     del samples
@@ -61,7 +58,6 @@ def step(work: Work, peer: Peer) -> dict[str, float]:
     forget_peak()
     samples = samples_of(peer)(prompts)
     peak = memory_bytes("VmHWM") - idle
-    time.sleep(SETTLE_S)
     resident, arrays = trimmed_bytes() - idle, sum(map(array_bytes, samples))
     return {
         "arrays_mb": arrays / MB,

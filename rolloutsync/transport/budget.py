@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import threading
-from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
 LARGE_BYTES = 1 << 20
 _TICK_S = 0.25
 _SPARE_SHARE = 24  # at most this part of the budget lies about in spare buffers
-_SPARE_S = 2.0  # and only for as long as large answers keep coming
 _HEADER_BYTES = sys.getsizeof(bytearray())
 
 
@@ -29,7 +26,8 @@ class BodyBudget:
     Each time that a quarter of the budget was given back, it goes back to the system: glibc would keep up to 64 MiB in
     each of eight arenas per core, since freed large blocks raise the size from which on it maps blocks one by one.
 
-    A few buffers are kept for the next large bodies: a new one costs its pages, one by one, a good part of the reading.
+    A few buffers are kept for the next large bodies, while others are under way: a new one costs its pages, one by one,
+    a good part of the time of reading.
     """
 
     def __init__(self, total_bytes: int, clock: Clock) -> None:
@@ -38,12 +36,12 @@ class BodyBudget:
         self._freed = threading.Condition()  # its lock guards: _reserved, _freed_bytes
         self._reserved = 0
         self._freed_bytes = 0
-        self._spares: deque[tuple[float, bytearray]] = deque()  # (clock seconds when it was given back, buffer)
+        self._spares: list[bytearray] = []  # each use of it is one atomic step
 
     def buffer(self, length: int) -> bytearray:
         """A buffer of exactly ``length`` bytes, with whatever in it: a spare one, or new."""
         try:
-            _, spare = self._spares.pop()
+            spare = self._spares.pop()
             if length <= sys.getsizeof(spare) - _HEADER_BYTES <= 2 * length:
                 spare += bytes(max(0, length - len(spare)))
                 del spare[length:]
@@ -53,16 +51,9 @@ class BodyBudget:
         return bytearray(length)
 
     def recycle(self, buffer: bytearray) -> None:
-        """Nobody looks at this buffer any more."""
+        """Nobody looks at this buffer any more; its share of the budget is still reserved."""
         if (len(self._spares) + 1) * len(buffer) <= self._total // _SPARE_SHARE:
-            self._spares.append((self._clock.monotonic(), buffer))
-
-    def tidy(self, idle: bool) -> None:
-        """Let go of spare buffers that were not wanted for a while, or of all where nothing is under way."""
-        before = self._clock.monotonic() - (0.0 if idle else _SPARE_S)
-        with contextlib.suppress(IndexError):  # taken meanwhile
-            while self._spares[0][0] <= before:
-                self._spares.popleft()
+            self._spares.append(buffer)
 
     def reserve(self, size: int, given_up: Callable[[], bool]) -> bool:
         """Block until ``size`` bytes are free; False if ``given_up()`` became true first."""
@@ -78,6 +69,8 @@ class BodyBudget:
         """Give ``size`` bytes back."""
         with self._freed:
             self._reserved -= size
+            if not self._reserved:
+                self._spares.clear()
             self._freed_bytes += size
             due = self._freed_bytes >= self._total // 4
             self._freed_bytes = 0 if due else self._freed_bytes

@@ -30,6 +30,7 @@ _LARGE_BYTES = 1 << 16  # a request body above this is sent in pieces
 _PIECE_BYTES = 1 << 14
 _WARM_S = 0.01  # a socket idle for less is asked for its TCP state alone, which does not let another thread run
 _ESTABLISHED = 1  # of the kernel's TCP states
+_SO_MEMINFO = 55  # Linux; the first of its numbers are the bytes that have come and were not read
 _KEPT_FOR_CONTROL = 16  # descriptors
 _current = threading.local()
 
@@ -59,10 +60,14 @@ def _leave_some(sock: socket.socket, exchange: Exchange) -> None:
         raise OSError(errno.EMFILE, f"Too many open files (RLIMIT_NOFILE is {soft})")
 
 
-def _is_established(sock: socket.socket) -> bool:
-    """Whether the kernel says so; False also where it says nothing. Costs a tenth of a poll."""
+def _is_quiet(sock: socket.socket) -> bool:
+    """Whether the kernel says that it is established and has nothing unread, which would be taken for our answer.
+
+    False also where the kernel does not say. Costs a tenth of a poll.
+    """
     try:
-        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+        established = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+        return established and not any(sock.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4))
     except (AttributeError, OSError):
         return False
 
@@ -231,7 +236,7 @@ class _Tracked(HTTPConnection):
             idle = 0.0 if busy else exchange.clock.monotonic() - self._idle_since
             if self.sock is None or self._tainted or exchange.fresh or idle > exchange.idle_limit_s:
                 return False
-            warm = not busy and idle < _WARM_S and _is_established(self.sock)
+            warm = not busy and idle < _WARM_S and _is_quiet(self.sock)
             if not warm and not super().is_connected:
                 return False
             self._owner = exchange

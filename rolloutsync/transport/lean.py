@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _MOST_ROUTES = 4096  # kept; control(path) makes one for each path
 _FIRST_READ = 1 << 16
 _LARGE_REQUEST = 1 << 16  # bytes; a larger one is sent in pieces, in case that the answer comes early
+_LARGEST = 1 << 28  # bytes; memory for a longer body is touched only as it comes
 _MOST_FORMS = 1024
 _STATUS = re.compile(rb"http/1\.1 ([2-5]\d\d)[ \r]")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*(?=\r\n)")
@@ -99,7 +100,7 @@ class LeanPath:
             return None
         pool = self._adapter.get_connection_with_tls_context(prepared, settings["verify"], cert=settings["cert"])
         lines = [f"{method} {prepared.path_url} HTTP/1.1", f"Host: {_host(prepared)}"]
-        lines += [f"{name}: {_text(value)}" for name, value in prepared.headers.items() if name not in _OURS]
+        lines += [f"{name}: {_text(value)}" for name, value in prepared.headers.items() if name.lower() not in _OURS]
         head = "\r\n".join([*lines, ""]).encode("latin-1")
         if len(self._routes) >= _MOST_ROUTES:
             self._routes.clear()
@@ -108,7 +109,7 @@ class LeanPath:
         return route
 
 
-_OURS = {"Content-Length", "Host"}
+_OURS = {"content-length", "host"}
 
 
 def _text(value: str | bytes) -> str:
@@ -130,7 +131,8 @@ def send(connection: Any, exchange: Exchange, route: Route, body: bytes | None) 
     elif connection.sock.gettimeout() != (timeout := exchange.socket_timeout()):
         connection.sock.settimeout(timeout)
     if exchange.usher is not None:
-        exchange.usher.watch(connection.sock, known=connection.usher is exchange.usher)
+        if not exchange.usher.watch(connection.sock, known=connection.usher is exchange.usher):
+            exchange.usher = None
         connection.usher = exchange.usher
     try:
         if body is None:
@@ -193,7 +195,8 @@ def _usual_form(seen: bytes, end: int) -> tuple[int, int] | None:
     status = _STATUS.match(head)
     if length is None or status is None or (number := int(status[1])) in _NO_BODY:
         return None
-    return number, int(length[1])
+    size = int(length[1])
+    return (number, size) if size <= _LARGEST else None
 
 
 _known_forms: dict[bytes, bool] = {}

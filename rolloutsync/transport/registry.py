@@ -27,11 +27,8 @@ class Registry:
     socket that nobody reuses does not stay in CLOSE_WAIT. Thread-safe.
     """
 
-    def __init__(
-        self, clock: Clock, name: str, idle_limit_s: float, tidy: Callable[[bool], None] = lambda _: None
-    ) -> None:
+    def __init__(self, clock: Clock, name: str, idle_limit_s: float) -> None:
         self._clock = clock
-        self._tidy = tidy  # called at each look, told whether nothing is under way
         self.name = name
         self._idle_limit_s = idle_limit_s
         # _changed's lock guards: _connections, _thread, _closed. Never held across I/O or a cut. _exchanges needs none:
@@ -111,7 +108,6 @@ class Registry:
                     return
             self.cut(lambda exchange: exchange.deadline.expired, Cut.DEADLINE)
             open_sockets = self._reap(self._idle_limit_s)
-            self._tidy(not self._exchanges)
             if not (self._exchanges or open_sockets):
                 watching = self._goes_on()
 

@@ -93,7 +93,7 @@ class Transport:
         self._session = make_session(session, self._adapter)
         self._lean = LeanPath(self._session, self._adapter, shared=session is not None)
         self._budget = BodyBudget(budget_bytes, clock)
-        self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s, self._budget.tidy)
+        self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
         self._usher = Usher(f"{name}-usher") if _one_at_a_time() and hasattr(select, "epoll") else None
         self._turn: AbstractContextManager[object] = threading.Lock() if _one_at_a_time() else _NO_TURN
         self._lock = threading.Lock()  # guards: _connects

@@ -21,6 +21,7 @@ from rolloutsync.threads import start_thread
 _AT_ONCE = 1  # threads that have a ticket
 _PATIENCE_S = 30.0  # then a thread asks its socket itself, whatever has become of the usher
 _IDLE_EXIT_S = 10.0
+_ENDED = sum(getattr(select, name, 0) for name in ("EPOLLRDHUP", "EPOLLHUP", "EPOLLERR"))
 _READY = getattr(select, "EPOLLIN", 0) | getattr(select, "EPOLLRDHUP", 0) | getattr(select, "EPOLLET", 0)
 
 
@@ -48,6 +49,7 @@ class Usher:
         self._lock = threading.Lock()  # guards all that follows; never held across a wait
         self._waiting: dict[int, _Ticket] = {}  # by descriptor
         self._edges: set[int] = set()  # of descriptors for which nobody waited
+        self._ends: set[int] = set()  # the same, where the connection has ended: kept until it is read
         self._called: deque[_Ticket] = deque()  # whose answers have come, but who have to wait for others
         self._granted = 0
         self._thread: threading.Thread | None = None
@@ -55,15 +57,22 @@ class Usher:
         self._epoll: Any = None
         self._bell = -1
 
-    def watch(self, sock: socket.socket, *, known: bool) -> None:
-        """A request is about to be sent on ``sock``. ``known``: it has been watched since it was connected."""
+    def watch(self, sock: socket.socket, *, known: bool) -> bool:
+        """A request is about to be sent on ``sock``. ``known``: it has been watched since it was connected.
+
+        False: it cannot be watched (no more descriptors), so its thread has to ask it.
+        """
         descriptor = sock.fileno()
         with self._lock:
             self._edges.discard(descriptor)
-            epoll = self._open_locked()
-            if not known and epoll is not None:
-                with contextlib.suppress(OSError):  # then nobody is called for it, and patience ends
+            try:
+                epoll = self._open_locked()
+                if not known and epoll is not None:
+                    self._ends.discard(descriptor)
                     epoll.register(descriptor, _READY)
+            except OSError:
+                return False
+            return epoll is not None
 
     def receive(self, sock: socket.socket, size: int) -> bytes:
         """As ``sock.recv(size)`` of a watched socket: blocks until the answer has begun to come, and for one's turn."""
@@ -92,10 +101,11 @@ class Usher:
         """Block until there is a ticket, to be given back with ``_done``; False: ask the socket itself."""
         ticket = _Ticket()
         with self._lock:
-            if self._open_locked() is None or self._thread is None:
+            if self._open_locked() is None or self._thread is None:  # opens nothing: watch() did
                 return False
-            if descriptor in self._edges:
+            if descriptor in self._edges or descriptor in self._ends:
                 self._edges.discard(descriptor)
+                self._ends.discard(descriptor)
                 self._call_locked(ticket)
             else:
                 self._waiting[descriptor] = ticket
@@ -132,17 +142,17 @@ class Usher:
         while True:
             edges = epoll.poll(_IDLE_EXIT_S)
             with self._lock:
-                for descriptor, _ in edges:
+                for descriptor, events in edges:
                     if descriptor != bell:
-                        self._edge_locked(descriptor)
+                        self._edge_locked(descriptor, self._ends if events & _ENDED else self._edges)
                 if self._closed or not (edges or self._waiting or self._called):
                     self._thread = None
                     return
 
-    def _edge_locked(self, descriptor: int) -> None:
+    def _edge_locked(self, descriptor: int, kept: set[int]) -> None:
         ticket = self._waiting.pop(descriptor, None)
         if ticket is None:
-            self._edges.add(descriptor)
+            kept.add(descriptor)
         else:
             self._call_locked(ticket)
 

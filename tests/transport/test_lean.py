@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import itertools
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from requests.adapters import HTTPAdapter
 from urllib3.connectionpool import HTTPConnectionPool
 
-from rolloutsync.errors import TransportError
+from rolloutsync.errors import Phase, TransportError
 from rolloutsync.transport import Lane
 from rolloutsync.transport.lean import LeanPath, _usual_form
 from tests.transport.kit import Caller, make_transport
@@ -113,6 +115,19 @@ def test_both_paths_send_the_same(call_to: MakeCaller, monkeypatch: pytest.Monke
     assert sent[:4] == sent[4:]
     assert sent[0][1] == "/prefix/generate?x=1"
     assert sent[2][2]["x-mine"] == "1"
+
+
+def test_no_header_is_sent_twice(call_to: MakeCaller) -> None:
+    """Whatever the case in which the session has it: http.client and ours would add their own."""
+    seen: list[Request] = []
+    session = _with(headers={"host": "example", "content-length": "77", "user-agent": "us"})
+    with WireServer(_echo(seen)) as server:
+        caller = call_to(server.url, session=session)
+        caller.post(b"abc", seconds=5.0)
+        route = caller.transport._lean.route("POST", f"{server.url}/generate", {}, Lane.DATA)
+    assert (seen[0].headers["host"], seen[0].headers["content-length"]) == ("example", "3")
+    head = b"" if route is None else route.head.lower()
+    assert (head.count(b"host:"), head.count(b"content-length:")) in {(1, 0), (0, 0)}
 
 
 def test_a_sessions_headers_are_its_present_ones(call_to: MakeCaller) -> None:
@@ -249,6 +264,31 @@ def test_no_strange_head_is_taken_for_a_usual_one(reply: bytes, dirt: bytes, at:
         lengths = [line.partition(b":")[2].strip() for line in lines[1:] if line.startswith(b"content-length:")]
         assert lengths == [b"%d" % form[1]] or (len(lengths) == 1 and int(lengths[0]) == form[1])
         assert dirty.startswith(b"HTTP/1.1 %d" % form[0]) or dirty[:9].upper() == b"HTTP/1.1 "
+
+
+@pytest.mark.parametrize("size", [3, 300_000])
+@pytest.mark.parametrize("lane", list(Lane))
+def test_what_is_left_in_a_socket_is_nobodys_answer(call_to: MakeCaller, size: int, lane: Lane) -> None:
+    """A front that answers twice: the second is never taken for the answer to the next request."""
+    numbers = itertools.count()
+
+    def twice(_: Request) -> bytes:
+        body = b"%d" % next(numbers) + b" " * size
+        stray = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nSTRAY"
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body + stray
+
+    with WireServer(*([[serve(twice)]] * 4)) as server:
+        caller = call_to(server.url)
+        answers = [caller.full(lane=lane)[1].strip() for _ in range(4)]
+    assert answers == [b"0", b"1", b"2", b"3"]
+
+
+def test_a_length_that_lies_costs_no_memory(call_to: MakeCaller) -> None:
+    """Two gigabytes promised, two bytes sent: memory is touched only as the body comes."""
+    with WireServer([read_request, send(b"HTTP/1.1 200 OK\r\nContent-Length: 2000000000\r\n\r\nab"), close]) as server:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert call_to(server.url).fails(lane=Lane.CONTROL).phase is Phase.BODY
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KiB
 
 
 # --- pinned -----------------------------------------------------------------------------------------------------------

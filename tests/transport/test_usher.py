@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from tests.background import in_thread
 from tests.transport.kit import Caller, all_at_once
 from tests.wire import WireServer, answer, eventually, read_request, serve, silence, wait_for
 
+_epoll = select.epoll
 MakeCaller = Callable[..., Caller]
 Pair = tuple[socket.socket, socket.socket]
 
@@ -150,6 +153,26 @@ def test_a_forked_child_leaves_the_parents_alone(usher: Usher, pair: Pair) -> No
     assert waiting.result(5.0) == b"still here"
 
 
+def test_an_end_that_came_before_the_request_is_not_forgotten(usher: Usher, pair: Pair) -> None:
+    """The peer has closed its half between the pool's look at the socket and the watch."""
+    ours, theirs = pair
+    usher.watch(ours, known=False)
+    theirs.shutdown(socket.SHUT_WR)
+    eventually(lambda: ours.fileno() in usher._ends, "the end has been seen")
+    usher.watch(ours, known=True)
+    assert usher.receive(ours, 100) == b""
+
+
+def test_an_end_of_another_socket_with_the_same_descriptor_is_forgotten(usher: Usher, pair: Pair) -> None:
+    """Which had its number before."""
+    ours, theirs = pair
+    usher._ends.add(ours.fileno())
+    usher.watch(ours, known=False)
+    assert usher._ends == set()
+    theirs.sendall(b"x")
+    assert usher.receive(ours, 100) == b"x"
+
+
 # --- in a transport ---------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +192,7 @@ def test_slow_answers_hold_nobody_up(call_to: MakeCaller, monkeypatch: pytest.Mo
         stuck.set()
 
 
-def test_a_crowd_is_let_in(call_to: MakeCaller) -> None:
+def test_a_crowd_is_let_in(call_to: MakeCaller, transport_path: str) -> None:
     """With more in flight than the limit the usher is there, and a cut ends what waits for it."""
     with WireServer(*([[read_request, silence]] * 140), [read_request, answer(b"ok")]) as server:
         caller = call_to(server.url)
@@ -177,6 +200,33 @@ def test_a_crowd_is_let_in(call_to: MakeCaller) -> None:
         eventually(lambda: len(server.requests) == 140, "all are there")
         made = caller.transport._usher
         assert made is not None
-        eventually(lambda: len(made._waiting) > 0, "some of them wait for the usher")
+        if transport_path != "plain":
+            eventually(lambda: len(made._waiting) > 0, "some of them wait for the usher")
         caller.transport.cut(lambda _: True, Cut.ABORT)
         assert {(one.result(10.0).cut, one.result().phase) for one in waiting} == {(Cut.ABORT, Phase.SENT)}
+
+
+@pytest.mark.parametrize("what", ["epoll", "register"])
+def test_no_descriptor_for_the_usher(call_to: MakeCaller, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """B34: then threads ask their sockets themselves: nothing breaks, nobody is blamed, nobody waits for patience."""
+    monkeypatch.setattr("rolloutsync.transport.registry._CROWD", -1)
+
+    class Full:
+        def __init__(self) -> None:
+            if what == "epoll":
+                raise OSError(errno.EMFILE, "Too many open files")
+            self.inner = _epoll()
+
+        def register(self, descriptor: int, events: int) -> None:
+            if events == module._READY:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.inner.register(descriptor, events)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+    monkeypatch.setattr(select, "epoll", Full)
+    with WireServer([serve(lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")]) as server:
+        caller = call_to(server.url)
+        assert [caller.post(seconds=5.0) for _ in range(3)] == [b"ok"] * 3
+        assert server.accepted == 1

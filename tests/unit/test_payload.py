@@ -282,3 +282,20 @@ def test_ordinary_depth_is_read_beside_a_nan() -> None:
     """Brackets in strings do not count."""
     body = b'{"a": NaN, "s": "' + b"[" * 500 + b'", "b": ' + b"[" * 90 + b"]" * 90 + b"}"
     assert parse_json(body)["s"] == "[" * 500
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_ids_in_fortrans_order_keep_their_places(dtype: str) -> None:
+    """``numpy.save`` writes an array so that lies so in memory; a copy in our order is made of it."""
+    sent = np.arange(6, dtype=dtype).reshape(2, 3, 1).transpose(1, 0, 2)
+    loaded = decode_experts(_b64(_npy(np.asfortranarray(sent))))
+    kept = narrow(loaded.reshape(sent.shape), dtype)
+    assert np.array_equal(kept, sent)
+    assert kept.flags.owndata
+
+
+def test_ids_in_another_byte_order_keep_their_values() -> None:
+    """The dtype of a sample is that of this machine."""
+    kept = narrow(decode_experts(_b64(_npy(np.arange(6, dtype=">i4")))).reshape(2, 3), "int32")
+    assert kept.dtype == np.int32
+    assert kept.tolist() == [[0, 1, 2], [3, 4, 5]]
