@@ -14,7 +14,7 @@ from rolloutsync import RolloutClient
 from rolloutsync.sim import SimConfig, SimFleet
 from rolloutsync.sim.fleet import SimEngine
 from tests.client.kit import QUICK, SHORT
-from tests.client.vllmkit import MORE_VERSIONS, VERSIONS, tidy
+from tests.client.vllmkit import MORE_VERSIONS, SETTLES_S, VERSIONS, tidy
 
 MakeClient = Callable[..., RolloutClient]
 
@@ -90,6 +90,12 @@ def vllm(request: pytest.FixtureRequest, vllm_of: Callable[[str], SimEngine]) ->
     yield from _as_new(vllm_of(request.param))
 
 
+@pytest.fixture
+def soon_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros that must last do so for less."""
+    monkeypatch.setattr("rolloutsync.assurance.SETTLES_S", SETTLES_S)
+
+
 @pytest.fixture(scope="session")
 def bare() -> Iterator[SimEngine]:
     """A new vLLM engine that was started without anything: no development mode, no scale-out."""
@@ -107,4 +113,3 @@ def _as_new(engine: SimEngine) -> Iterator[SimEngine]:
     tidy(engine)
     engine.reset()
     yield engine
-    tidy(engine)

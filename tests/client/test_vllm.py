@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -27,7 +26,7 @@ from tests.client.kit import ENDLESS, SHORT, ScriptedEngine, check_sample, error
 from tests.client.vllmkit import COMPLETIONS, TOKENS, MakeClient, alone, await_tokens, called, endless
 from tests.wire import Request, Script, answer, eventually
 
-Told = Callable[[], list[str]]
+pytestmark = pytest.mark.usefixtures("soon_settled")
 
 
 def test_samples_of_every_version(vllm: SimEngine, make_client: MakeClient) -> None:
@@ -114,7 +113,9 @@ def check_bare(engine: SimEngine, client: RolloutClient) -> None:
     assert called(engine)[COMPLETIONS] == 4
     job = endless(client, engine)
     report = client.abort_until_idle(10.0)
-    assert report.engines[0].basis == "its load is zero for 1 s; nobody can ask its front end; nobody can ask its core"
+    assert (
+        report.engines[0].basis == "its load is zero for 0.2 s; nobody can ask its front end; nobody can ask its core"
+    )
     assert {sample.status for sample in job.result()} == {Status.ABORTED}
 
 

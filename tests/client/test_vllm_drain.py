@@ -17,8 +17,10 @@ from tests.client.kit import ENDLESS, SHORT, ScriptedEngine, check_sample, param
 from tests.client.vllmkit import TOKENS, MakeClient, alone, await_tokens, called, endless
 from tests.wire import Request, Script, answer, eventually, silence
 
+pytestmark = pytest.mark.usefixtures("soon_settled")
+
 STRONG = "its load is zero; its front end holds nothing; its core answers"
-WEAK = "its load is zero for 1 s; nobody can ask its front end; its core answers"
+WEAK = "its load is zero for 0.2 s; nobody can ask its front end; its core answers"
 
 
 def test_what_runs_comes_back(vllm: SimEngine, make_client: MakeClient) -> None:
@@ -219,9 +221,8 @@ def test_a_core_that_dies(fleet: SimFleet, make_client: MakeClient) -> None:
         assert [drain.state for drain in report.engines] == [IdleState.GONE, IdleState.IDLE]
 
 
-def test_several_front_ends(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_front_ends(make_client: MakeClient) -> None:
     """Each knows its own requests alone, and the kernel chooses who gets a connection: so there are many new ones."""
-    monkeypatch.setattr("rolloutsync.assurance.SETTLES_S", 0.2)
     with Gauges() as engine:
         engine.info = {"vllm_config": {"parallel_config": {"_api_process_count": 2}}}
         report = make_client(engine.url).abort_until_idle(10.0)

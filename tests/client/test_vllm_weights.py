@@ -76,7 +76,7 @@ def test_pauses(vllm: SimEngine, make_client: MakeClient) -> None:
 
 def test_a_pause_without_an_answer_is_ended(newest: SimEngine, make_client: MakeClient) -> None:
     """A hanging core carries it out when it goes on; the resume comes after it."""
-    client = make_client(newest.url, timeouts=replace(SHORT, control_s=0.4))
+    client = make_client(newest.url, timeouts=replace(SHORT, control_s=0.25))
     client.engines()
     newest.add_fault(Fault(kind="freeze"))
     with pytest.raises(ControlError, match="pause failed"), client.quiesced("hold"):

@@ -13,6 +13,7 @@ from tests.client.kit import ENDLESS, prompts
 from tests.wire import eventually
 
 MakeClient = Callable[..., RolloutClient]
+SETTLES_S = 0.2  # how long zeros must last in tests where they prove little
 TOKENS, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 VERSIONS = ("0.22.0", "0.33.0")  # no labels and no abort_requests; as it is now
 MORE_VERSIONS = ("0.16.0", "0.25.0", "0.28.0", "0.32.0")
@@ -28,8 +29,11 @@ def tidy(engine: SimEngine) -> None:
     """As new: no fault, no pause, nothing running."""
     engine.clear_faults()
     engine.call("POST", "/resume")
-    engine.call("POST", "/pause")
-    engine.call("POST", "/resume")
+    if engine.config.release >= (0, 26, 0):
+        engine.call("POST", "/abort_requests", {})
+    elif engine.state()["live"]:
+        engine.call("POST", "/pause")
+        engine.call("POST", "/resume")
 
 
 @contextmanager
