@@ -27,7 +27,7 @@ from rolloutsync.sim import Fault, SimFleet
 from tests.background import in_thread
 from tests.client.kit import ENDLESS, QUICK, SHORT, ScriptedEngine, calls, check_sample, good, params, prompts, quiet
 from tests.client.router import FakeRouter, disaggregated, entries, newer, older
-from tests.faults.kit import unused_url
+from tests.faults.kit import await_parting, unused_url
 from tests.steps import in_turn
 from tests.wire import Script, answer, eventually, silence
 
@@ -370,6 +370,7 @@ def test_the_router_dies_and_comes_back(follow: Follow, fleet: SimFleet) -> None
         client = follow(router, timeouts=IMPATIENT)
         check_sample(client.generate([[3, 4]], params())[0], [3, 4])
         router.server.die()
+        await_parting(router.server.port)  # a request on its way may still be served
         (sample,) = client.generate([[3, 4]], params(), on_error="return")
         assert isinstance(sample.error, EngineUnavailableError)
         assert router.url in str(sample.error)
