@@ -72,6 +72,7 @@ class Endpoint:
         self.dialect: Dialect = dialect or BY_NAME["sglang"]
         self.known = self._sure = dialect is not None  # known: as far as it says what it is
         self._given = self.known
+        self.owed: tuple[Call, ...] = ()  # calls that end what an abort began, and did not work so far
         self._lacking: frozenset[str] = frozenset()  # paths that it does not have, where there are others
         self._transport = transport
         self._config = config
@@ -170,9 +171,8 @@ class Endpoint:
         self.facts = self._with_model(replace(facts, weight_version=facts.weight_version or label))
 
     def forget_version(self) -> None:
-        """It is gone, or its weights are in doubt: where only we know the label, nobody knows it any more."""
-        if not self.dialect.weights.keeps_label(self.facts):
-            self.facts = replace(self.facts, weight_version=None)
+        """It is gone, or its weights are in doubt: whatever comes back may have others."""
+        self.facts = replace(self.facts, weight_version=None)
 
     def _more(self, facts: Facts) -> Facts:
         for call in self.dialect.more_facts_calls():

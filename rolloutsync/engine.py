@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rolloutsync.clock import Deadline
@@ -17,6 +18,7 @@ from rolloutsync.errors import (
     TransportError,
     UnsupportedError,
 )
+from rolloutsync.order import new_rid
 from rolloutsync.transport import Lane
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from rolloutsync.transport import Reply
 
 _CONTINUE_S = 2.0
+_BAD_REQUEST = 400
 _CALLS_EACH = (
     3  # by chance one of four front ends is missed by three in a hundred drains, and then the next sweep finds it
 )
@@ -77,13 +80,20 @@ class Engine(Endpoint):
         """Whether an error answer says that the engine has no such route, and there is another one for this prompt."""
         if not self.dialect.lacks(Call(method="POST", path=route), error.status, error.message):
             return False
+        if self._is_another(None):  # there was a gateway when it was asked what it is, or another server came since
+            return True
         if route != routes[-1]:
             self._lacking |= {route}
             return True
+        return False
+
+    def _is_another(self, deadline: Deadline | None) -> bool:
+        """Whether what answers here speaks otherwise than we thought; from now on it is spoken to accordingly."""
         before = self.dialect
-        if not self._sure:  # there was nothing but a gateway when it was asked what it is
-            with contextlib.suppress(TransportError):
-                self._recognise()
+        with contextlib.suppress(TransportError):
+            self._recognise(deadline)
+            if self.dialect is not before:
+                self.learn()
         return self.dialect is not before
 
     def _decode(self, call: Call, reply: Reply, prompt: Prompt, rid: str) -> Segment:
@@ -97,6 +107,10 @@ class Engine(Endpoint):
         return self._transport.cut(
             lambda e: e.engine == self.url and e.lane is Lane.DATA and rid in {None, e.rid}, reason
         )
+
+    def cut_control(self, reason: Cut) -> int:
+        """Shut the sockets of our control calls here."""
+        return self._transport.cut(lambda e: e.engine == self.url and e.lane is Lane.CONTROL, reason)
 
     # --- everything else: the control lane ---
 
@@ -117,7 +131,8 @@ class Engine(Endpoint):
                     by_socket or way is not ways[-1]
                 ):
                     raise
-                self._lacking |= {way[0].path}
+                if error.status != _BAD_REQUEST:  # one that takes ids only is no use for all, but for one
+                    self._lacking |= {way[0].path}
             else:
                 return
         if not self.cut(Cut.ABORT, rid=rid):
@@ -125,6 +140,8 @@ class Engine(Endpoint):
 
     def _go(self, way: Sequence[Call], rid: str | None, deadline: Deadline | None) -> None:
         """Make the calls of one way to abort. What the first one began is ended by the others, whatever came of it."""
+        if len(way) > 1 and self._is_paused(deadline):
+            way = way[:1]  # by somebody who counts on it
         try:
             self._abort_by(way[0], rid, deadline)
         except UnsupportedError:
@@ -135,9 +152,24 @@ class Engine(Endpoint):
             raise
         self._end_of(way)
 
+    def _is_paused(self, deadline: Deadline | None) -> bool:
+        if self.dialect.asks_paused is None:
+            return False
+        with contextlib.suppress(UnsupportedError):
+            answer = self.call(self.dialect.asks_paused, deadline=deadline)
+            return isinstance(answer, dict) and answer.get("is_paused") is True
+        return False
+
     def _end_of(self, way: Sequence[Call]) -> None:
-        for call in way[1:]:
-            self.call(call, deadline=Deadline.after(self._clock, _CONTINUE_S))
+        self.owed = tuple(way[1:])
+        self._pay(None)
+
+    def _pay(self, deadline: Deadline | None) -> None:
+        """End what an abort began: an engine that it left paused would take requests and never answer them."""
+        for call in self.owed:
+            seconds = _CONTINUE_S if deadline is None else deadline.within(_CONTINUE_S)
+            self.call(call, deadline=Deadline.after(self._clock, seconds))
+        self.owed = ()
 
     def _abort_by(self, call: Call, rid: str | None, deadline: Deadline | None) -> None:
         """The abort of one request is sent a second time where its connection broke: it can do no harm twice."""
@@ -157,6 +189,7 @@ class Engine(Endpoint):
     def load(self, *, deadline: Deadline | None = None) -> LoadReading:
         """Read the load. An answer that makes no sense is an UNKNOWN reading; only transport errors raise."""
         self.know(deadline)
+        self._pay(deadline)
         calls = self.dialect.load_calls()
         for number in range(min(self._load_call, len(calls) - 1), len(calls)):
             try:
@@ -168,6 +201,8 @@ class Engine(Endpoint):
             self._load_call = number
             reading = self.dialect.read_load(calls[number], answer, self.facts.dp_size or 1)
             return reading if reading.kind is not LoadKind.ZERO else self._work(reading, deadline)
+        if self._is_another(deadline):
+            return self.load(deadline=deadline)
         return unknown_load(f"this engine has none of {[call.path for call in calls]}")
 
     def _work(self, reading: LoadReading, deadline: Deadline | None) -> LoadReading:
@@ -186,9 +221,12 @@ class Engine(Endpoint):
             return None
         try:
             counts = [self.dialect.read_census(said) for said in self._at_each_front_end(call, deadline)]
-        except UnsupportedError:
-            self._lacking |= {call.path}
-            return None
+        except EngineHTTPError as error:
+            if not self.dialect.lacks(call, error.status, error.message):
+                raise
+            if isinstance(error, UnsupportedError):
+                self._lacking |= {call.path}
+            return None  # it is not there, or takes ids only
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def ask_scheduler(self, deadline: Deadline) -> bool:
@@ -198,6 +236,16 @@ class Engine(Endpoint):
                 self.call(call, deadline=deadline)
                 return True
         return False
+
+    def pass_through(self, deadline: Deadline) -> None:
+        """Have the core end a step, on one that answers no question; no answer is an error."""
+        call = self.dialect.barrier(new_rid())
+        if call is None:
+            return
+        ranks = self.facts.dp_size or 1
+        for rank in range(ranks):
+            headers = (("X-data-parallel-rank", str(rank)),) if ranks > 1 else ()
+            self.call(replace(call, headers=headers), deadline=deadline)
 
     def scheduler_answers(self, deadline: Deadline) -> bool:
         """Whether a call that goes through the scheduler is answered, whatever it says. One it lacks counts as such."""

@@ -111,6 +111,7 @@ class Watcher:
 
     def _watch(self, engine: Engine) -> None:
         vigil = Vigil(engine, self._clock, self._dead_s)
+        self._check_weights(engine)
         while True:
             self._fleet.nap(self._look_s)
             with self._lock:
@@ -121,6 +122,22 @@ class Watcher:
                 self._look(engine, vigil)
             except Exception:  # a thread's outermost frame: the engine must not stay unwatched
                 log.exception("watching engine %s: unexpected error", engine.url)
+
+    def _check_weights(self, engine: Engine) -> None:
+        """Nobody looked at it while nothing was there, and its answers may not name the weights: was it restarted?"""
+        fleet = self._fleet
+        if fleet.expected_version is None or not engine.dialect.load_lags or fleet.is_paused(engine.url):
+            return
+        try:
+            told = engine.dialect.read_version(engine.call(engine.dialect.version_call()))
+        except RolloutError:
+            return
+        if told is None or fleet.is_paused(engine.url):
+            return
+        engine.heard_version(told)
+        if stale := fleet.staleness(engine):
+            fleet.set_state(engine.url, EngineState.QUARANTINED, stale)
+            engine.cut(Cut.DEAD)
 
     def _look(self, engine: Engine, vigil: Vigil) -> None:
         """Probe an engine on which a sample has waited for a while. A dead one loses its requests at once."""
@@ -133,6 +150,7 @@ class Watcher:
         if reason is not None and not self._fleet.is_paused(engine.url):
             self._fleet.set_state(engine.url, EngineState.QUARANTINED, reason)
             cut = engine.cut(Cut.DEAD)
+            engine.cut_control(Cut.DEAD)  # somebody may wait there for the last request to end
             log.info("engine %s: %d requests woken", engine.url, cut)
             vigil.reset()
 

@@ -189,14 +189,21 @@ class Quiet:
     def _pause(self, engines: list[Engine], mode: str) -> None:
         """Pause those that a ``pause()`` of the user does not hold already."""
         ours = [engine for engine in engines if not self._fleet.is_paused(engine.url)]
-        for engine in ours:
-            self._fleet.set_paused(engine.url, True)  # from now on it may be, should this be interrupted
+        if mode != "wait":  # while one is waited for its requests run, and the watcher sees whether they do
+            self._note_paused(ours)  # from now on it may be, should this be interrupted
         with self._changed:
             self._paused = tuple(ours)
-        errors = self._each("pause", ours, lambda e: e.dialect.pause(e.dialect.weights.pause_mode(mode)))
+        try:
+            errors = self._each("pause", ours, lambda e: e.dialect.pause(e.dialect.weights.pause_mode(mode)))
+        finally:
+            self._note_paused(ours)
         with self._changed:
             self._engines = tuple(engine for engine in engines if engine not in errors)
         self._check_paused(errors)
+
+    def _note_paused(self, engines: list[Engine]) -> None:
+        for engine in engines:
+            self._fleet.set_paused(engine.url, True)
 
     def _check_paused(self, errors: dict[Engine, RolloutError]) -> None:
         """An engine that is gone, or that got no traffic anyway, is left out; any other is an error."""

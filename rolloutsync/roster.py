@@ -147,6 +147,7 @@ class Roster:
         with self._changed:
             if url in self._slots:
                 self._slots[url].paused = paused
+                self._slots[url].engine.owed = ()  # whoever paused it on purpose ends that, or has just ended it
 
     def set_proven(self, url: str, proven: bool) -> None:
         """Note that an engine was proven idle with the gate closed, or that this no longer holds."""

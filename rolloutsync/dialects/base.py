@@ -218,6 +218,7 @@ class Dialect(Vocabulary, Protocol):
     census: Call | None
     health: Call | None
     pause_after_memory: Call | None
+    asks_paused: Call | None  # answered with ``is_paused``; None if no call tells
 
     def resumed_seed(self, seed: int, done: int) -> int:
         """The seed that continues a sample of ``done`` tokens as if it had not been cut short."""
@@ -279,6 +280,9 @@ class Dialect(Vocabulary, Protocol):
 
     def scheduler_calls(self) -> tuple[Call, ...]:
         """The ways to ask something that only a live scheduler answers, best first."""
+
+    def barrier(self, rid: str) -> Call | None:
+        """A request for one token, by which the core must have ended a step; None where the load does not lag."""
 
     def reach_call(self) -> Call:
         """The cheapest call there is; answered even by a frozen engine."""

@@ -67,6 +67,7 @@ def as_mapping(params: Any, known: Collection[str]) -> dict[str, Any]:
     if hasattr(params, "keys"):
         return {key: _plain(params[key]) for key in params.keys()}  # noqa: SIM118 - any mapping-like object
     found = {key: getattr(params, key) for key in known if getattr(params, key, None) is not None}
+    found = {key: value for key, value in found.items() if not (isinstance(value, (list, tuple)) and not value)}
     if found.get("n") == 1:  # the default of other libraries' classes
         del found["n"]
     if not found:

@@ -74,6 +74,7 @@ class SGLangDialect:
     census: Call | None = None  # some versions die of an abort while idle
     health: Call | None = None  # it generates a token, which a busy engine may not get done in time
     pause_after_memory: Call | None = None
+    asks_paused: Call | None = None
     flush = _post("/flush_cache", {})
     default_max_new_tokens = 128
     seed = "sampling_seed"
@@ -193,6 +194,10 @@ class SGLangDialect:
     def scheduler_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.scheduler_calls``."""
         return self.facts_calls()
+
+    def barrier(self, rid: str) -> Call | None:  # noqa: ARG002 - others need one
+        """See ``Dialect.barrier``."""
+        return None
 
     def reach_call(self) -> Call:
         """See ``Dialect.reach_call``."""

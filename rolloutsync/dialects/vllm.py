@@ -11,7 +11,7 @@ from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text
 from rolloutsync.dialects.common import Common
 from rolloutsync.dialects.vllm_answer import decode
 from rolloutsync.dialects.vllm_load import read_facts, read_metrics, read_server_load
-from rolloutsync.dialects.vllm_request import COMPLETIONS, TOKENS, body_of, routes
+from rolloutsync.dialects.vllm_request import COMPLETIONS, RANKS, TOKENS, body_of, routes
 from rolloutsync.dialects.vllm_sampling import resumed_seed
 from rolloutsync.dialects.vllm_weights import VLLMWeights
 from rolloutsync.errors import shown
@@ -63,6 +63,7 @@ class VLLMDialect(Common):
     census: Call | None = _post("/abort_requests", {})
     health: Call | None = _get("/health")
     pause_after_memory: Call | None = _post(f"/pause?{_KEEP}")
+    asks_paused: Call | None = _get("/is_paused")
     weights = VLLMWeights()
 
     def resumed_seed(self, seed: int, done: int) -> int:
@@ -81,6 +82,8 @@ class VLLMDialect(Common):
         """See ``Dialect.encode_generate``."""
         path = route or routes(prompt, facts)[0]
         body = body_of(prompt, rid, facts, path, self.default_max_new_tokens)
+        chosen = (prompt.fields[name] for name in RANKS if prompt.fields.get(name) is not None)
+        dp_rank = next(chosen, dp_rank)
         headers = () if dp_rank is None else ((_RANK_HEADER, str(dp_rank)),)
         return Call(method="POST", path=path, body=orjson.dumps(body, option=_JSON), headers=headers)
 
@@ -153,6 +156,10 @@ class VLLMDialect(Common):
     def scheduler_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.scheduler_calls``. ``/health`` is a flag, and stays well when the engine is frozen."""
         return (_get("/is_sleeping"),)
+
+    def barrier(self, rid: str) -> Call | None:
+        """See ``Dialect.barrier``. Completions are there however the server was started."""
+        return _post(COMPLETIONS, {"prompt": [0], "max_tokens": 1, "request_id": rid}, admin=False)
 
     def reach_call(self) -> Call:
         """See ``Dialect.reach_call``."""

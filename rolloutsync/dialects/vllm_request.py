@@ -18,12 +18,14 @@ TOKENS = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 SAYS_ID_SINCE = (0, 25)  # before it the token route answers with an id of its own making
 _REAL_VERSION = (0, 8)  # builds without a tag call themselves 0.1
+_MOST_LOGPROBS = 20  # that may be asked for, unless the server was started otherwise
 _EXPERTS_SINCE = (0, 22)
 _EXPERTS_START_SINCE = (0, 28)  # of completions, which send all rows before
 _COMPLETIONS_SAY_WEIGHTS_SINCE = (0, 33)
+RANKS = ("routed_dp_rank", "data_parallel_rank")  # SGLang's words for what is a header here
 _TRANSLATED = {
     *("return_logprob", "top_logprobs_num", "logprob_start_len", "return_routed_experts", "routed_experts_start_len"),
-    *("return_hidden_states", "return_prompt_token_ids", "priority", "session_id", "lora_path"),
+    *("return_hidden_states", "return_prompt_token_ids", "priority", "session_id", "lora_path", *RANKS),
 }
 _LACKS = {  # what SGLang alone has; anything else is sent through
     *("return_hidden_states", "token_ids_logprob", "return_text_in_logprobs", "custom_logit_processor"),
@@ -56,7 +58,8 @@ def routes(prompt: Prompt, facts: Facts) -> tuple[str, ...]:
         return (COMPLETIONS,)
     version = known_version(facts)
     silent = bool(version) and version < SAYS_ID_SINCE
-    return (COMPLETIONS, TOKENS) if silent else (TOKENS, COMPLETIONS)
+    too_many = int(prompt.fields.get("top_logprobs_num") or 0) >= _MOST_LOGPROBS  # it would be asked for one more
+    return (COMPLETIONS, TOKENS) if silent or too_many else (TOKENS, COMPLETIONS)
 
 
 def body_of(prompt: Prompt, rid: str, facts: Facts, route: str, default_max_new_tokens: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from rolloutsync import EngineState, IdleState, Status, UnsupportedError, WeightUpdateError
-from rolloutsync.sim import Fault, SimFleet
+from rolloutsync.sim import Fault, SimConfig, SimFleet
 from rolloutsync.sim.fleet import SimEngine
 from rolloutsync.sim.tokens import expected_tokens
 from tests.client.kit import ENDLESS, check_sample, params, prompts
@@ -96,3 +96,17 @@ def test_one_that_dies(mixed: Mixed, make_client: MakeClient) -> None:
     eventually(lambda: sum(engine.state()["running"] for engine in mixed.engines) == 2, "they run")
     job.abort()
     assert [status.state for status in client.engines()] == [EngineState.LIVE] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("sglang", "vllm"), ("vllm", "sglang")])
+def test_another_kind_on_the_same_port(make_client: MakeClient, first: str, second: str) -> None:
+    """It is found out by the first route that is not there; nothing fails, and drains prove idle."""
+    with SimFleet(engines=1, dialect=first, tokens_per_second=1000.0) as fleet:
+        port, url = fleet.engines[0].port, fleet.engines[0].url
+        client = make_client(url)
+        check_sample(client.generate([[5]], params(4))[0], [5], 4)
+    with SimFleet(configs=[SimConfig(dialect=second, port=port, tokens_per_second=1000.0)]):
+        check_sample(client.generate([[6]], params(4), timeout=20.0)[0], [6], 4)
+        assert client.abort_until_idle(10.0).idle
+        assert [engine.dialect for engine in client.engines()] == [second]

@@ -242,3 +242,45 @@ def test_a_silent_front_end(make_client: MakeClient) -> None:
         report = client.abort_until_idle(0.5, raise_on_timeout=False)
         assert report.engines[0].state is IdleState.UNKNOWN
         assert report.seconds < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [{"kind": "status", "status": 500}, {"kind": "reset"}])
+def test_a_resume_that_fails_is_owed(make_client: MakeClient, fault: dict[str, Any]) -> None:
+    """Before 0.26 an abort of all is a pause and its end: an engine that stayed paused would never answer again."""
+    with alone("0.22.0") as engine:
+        client = make_client(engine.url)
+        job = endless(client, engine, 2)
+        engine.add_fault(Fault(path="/resume", **fault))
+        assert client.abort_until_idle(10.0).idle
+        assert {sample.status for sample in job.result()} == {Status.ABORTED}
+        assert engine.call("GET", "/is_paused") == {"is_paused": False}
+        check_sample(client.generate([[5]], params(4), timeout=5.0)[0], [5], 4)
+
+
+@pytest.mark.slow
+def test_an_abort_ends_nobodys_pause(make_client: MakeClient) -> None:
+    """Another client holds the engine for an update; ours ends what runs and leaves the pause."""
+    with alone("0.22.0") as engine:
+        theirs, ours = make_client(engine.url), make_client(engine.url)
+        job = endless(theirs, engine, 2)
+        with theirs.quiesced("hold"):
+            ours.abort_until_idle(3.0, raise_on_timeout=False)
+            assert engine.call("GET", "/is_paused") == {"is_paused": True}
+        job.abort()
+
+
+@pytest.mark.slow
+def test_a_frozen_core_that_nobody_can_ask(make_client: MakeClient) -> None:
+    """Without the development mode, and with a stranger's request in no gauge: a token of our own must come through."""
+    with alone(dev_mode=False) as engine:
+        ours, other = make_client(engine.url), make_client(engine.url)
+        assert ours.abort_until_idle(10.0).idle
+        assert other.abort_until_idle(10.0).idle
+        engine.add_fault(Fault(kind="freeze"))
+        job = other.start([[5]], ENDLESS)
+        eventually(lambda: engine.state()["live"] == 1, "it has come")
+        report = ours.abort_until_idle(1.5, raise_on_timeout=False)
+        assert not report.idle
+        engine.clear_faults()
+        job.abort()
