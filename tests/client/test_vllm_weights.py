@@ -17,6 +17,8 @@ from tests.client.vllmkit import MakeClient, alone, await_tokens, called, endles
 from tests.client.weightkit import BUCKET, slowly
 from tests.wire import eventually
 
+pytestmark = pytest.mark.slow
+
 RELOAD, START, UPDATE, FINISH = "/collective_rpc", "/start_weight_update", "/update_weights", "/finish_weight_update"
 LABELS, SESSIONS = (0, 27, 0), (0, 21, 0)
 

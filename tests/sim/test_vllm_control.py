@@ -12,6 +12,8 @@ from rolloutsync.sim.tokens import expected_tokens
 from .kit import WAIT_S, until
 from .vllm_kit import COMPLETIONS, GENERATE, VllmCaller, asked, choice, ids, problem
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 30, 70]
 PAUSED = (503, "ServiceUnavailableError", None)
 

@@ -14,6 +14,8 @@ from rolloutsync.sim.tokens import expected_tokens
 from .kit import WAIT_S
 from .vllm_kit import GENERATE, VllmCaller, asked, choice, ids, problem
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 30, 70]
 
 

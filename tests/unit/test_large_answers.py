@@ -142,7 +142,7 @@ _answers = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=st.one_of(_answers, _values), spaced=st.booleans(), ascii_only=st.booleans())
 def test_any_document_reads_alike(small: None, value: Any, spaced: bool, ascii_only: bool) -> None:
     """Hostile texts included."""
@@ -150,7 +150,7 @@ def test_any_document_reads_alike(small: None, value: Any, spaced: bool, ascii_o
     _read(json.dumps(value, separators=separators, ensure_ascii=ascii_only).encode())
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     value=_answers, at=st.integers(0, 400), dirt=st.sampled_from([b"", b'"', b"\\", b",", b"{", b"NaN", b"\xff", b"A"])
 )
@@ -165,7 +165,7 @@ def _with_twins(pairs: list[tuple[str, Any]]) -> bytes:
     return b"{" + b",".join(orjson.dumps(key) + b":" + orjson.dumps(value) for key, value in pairs) + b"}"
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(inner=st.lists(st.tuples(_keys, _texts), max_size=5), outer=st.lists(st.tuples(_keys, _texts), max_size=3))
 def test_any_document_with_twins_reads_alike(small: None, inner: list[tuple[str, str]], outer: list[Any]) -> None:
     """The same key twice in an object: the last one counts."""
