@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rolloutsync.dialects.base import error_words
+from rolloutsync.dialects.ids import FEW, token_ids
 from rolloutsync.errors import ProtocolError, clip
 from rolloutsync.payload import Rows, decode_experts, narrow, narrowest
 from rolloutsync.sample import NO_LOGPROBS, NO_TOKENS, Finish, Segment, TopLogprobs, WeightSpan
@@ -25,8 +25,6 @@ _DECODED = frozenset(
 )
 
 
-_FEW = 512  # numbers, for which Python's own loops are faster than a call into numpy's more distant parts
-_INT32_MAX = 2**31 - 1
 _LEAST = -1e38  # well within float32
 
 
@@ -135,28 +133,10 @@ def _output_ids(answer: _Answer) -> IntArray:
         if rows is None and answer.whole:
             raise ProtocolError("the answer has no output_ids")
         return _columns(rows or [], "output_token_logprobs")[1]
-    ids = _token_ids(raw, "output_ids")
+    ids = token_ids(raw, "output_ids")
     told = answer.number("completion_tokens")
     if answer.whole and told is not None and told != len(ids):
         raise ProtocolError(f"completion_tokens is {told}, but there are {len(ids)} output_ids")
-    return ids
-
-
-def _token_ids(raw: Any, name: str) -> IntArray:
-    if not isinstance(raw, list):
-        raise ProtocolError(f"{name} is a {type(raw).__name__}, not a list")
-    if not raw:
-        return NO_TOKENS
-    if len(raw) <= _FEW and set(map(type, raw)) == {int} and max(raw) <= _INT32_MAX and min(raw) >= 0:
-        return np.array(raw, np.int32)
-    try:
-        ids = np.array(array("i", raw))  # of all ways the strictest, and for many the fastest
-    except OverflowError:
-        raise ProtocolError(f"{name} holds an id beyond int32") from None
-    except TypeError:
-        raise ProtocolError(f"{name} holds something that is not an integer") from None
-    if ids.min() <= 1 and bool in set(map(type, raw)):  # true and false are 1 and 0 to it
-        raise ProtocolError(f"{name} holds something that is not an integer")
     return ids
 
 
@@ -192,7 +172,7 @@ def _checked(numbers: list[Any], named: list[Any], answer: _Answer, ids: IntArra
 
 def _floats(numbers: list[Any]) -> tuple[FloatArray, bool]:
     """As float32, None as NaN and what is beyond as infinite; and whether all are surely finite (cheap, not exact)."""
-    if len(numbers) <= _FEW and set(map(type, numbers)) == {float} and sum(numbers) > _LEAST and max(numbers) <= 0.0:
+    if len(numbers) <= FEW and set(map(type, numbers)) == {float} and sum(numbers) > _LEAST and max(numbers) <= 0.0:
         return np.array(numbers, np.float32), True
     with np.errstate(over="ignore"):
         values = np.fromiter(numbers, np.float32, len(numbers))
@@ -206,7 +186,7 @@ def _length(rows: Any) -> str:
 def _columns(rows: Any, name: str) -> tuple[FloatArray, IntArray]:
     """[[logprob, id, text], ...] as (float32 with NaN for null, int32)."""
     if isinstance(rows, Rows):
-        return _floats(rows.first)[0], _token_ids(rows.second, name)
+        return _floats(rows.first)[0], token_ids(rows.second, name)
     if not isinstance(rows, list):
         raise ProtocolError(f"{name} is a {type(rows).__name__}, not a list")
     if not rows:
@@ -214,7 +194,7 @@ def _columns(rows: Any, name: str) -> tuple[FloatArray, IntArray]:
     try:
         with np.errstate(over="ignore"):  # beyond float32 is infinite
             values = np.array([row[0] for row in rows], np.float32)  # None becomes NaN
-        return values, _token_ids([row[1] for row in rows], name)
+        return values, token_ids([row[1] for row in rows], name)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError) as error:
         raise ProtocolError(f"{name} is not a list of [logprob, id, text]: {error}") from None
 
@@ -328,4 +308,4 @@ def _hidden_states(answer: _Answer) -> AnyArray | None:
 
 def _prompt_ids(answer: _Answer) -> IntArray | None:
     raw = answer.top.get("prompt_token_ids")
-    return _token_ids(raw, "prompt_token_ids") if isinstance(raw, list) else None
+    return token_ids(raw, "prompt_token_ids") if isinstance(raw, list) else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolloutsync.dialects.base import error_words
+from rolloutsync.dialects.ids import token_ids
 from rolloutsync.dialects.vllm_request import SAYS_ID_SINCE, known_version
 from rolloutsync.errors import ProtocolError, clip, shown
 from rolloutsync.payload import decode_experts, narrow, narrowest
@@ -60,7 +61,7 @@ class _Answer:
         sent = self.prompt.input_ids
         if not isinstance(raw, list):
             return None
-        ids = _token_ids(raw, "prompt_token_ids")
+        ids = token_ids(raw, "prompt_token_ids")
         if sent is not None and not np.array_equal(ids, sent):
             raise ProtocolError(f"the answer is to another prompt of {len(ids)} tokens, ours has {len(sent)}")
         return ids
@@ -146,23 +147,10 @@ def _output_ids(answer: _Answer) -> IntArray:
     raw = answer.choice.get("token_ids")
     if raw is None and not answer.whole:
         return NO_TOKENS
-    ids, told = _token_ids(raw, "token_ids"), answer.used("completion_tokens")
+    ids, told = token_ids(raw, "token_ids"), answer.used("completion_tokens")
     if answer.whole and told is not None and told != len(ids):
         raise ProtocolError(f"completion_tokens is {told}, but there are {len(ids)} token_ids")
     return ids
-
-
-def _token_ids(raw: Any, name: str) -> IntArray:
-    if not isinstance(raw, list):
-        raise ProtocolError(f"{name} is a {type(raw).__name__}, not a list")
-    if not raw:
-        return NO_TOKENS
-    if set(map(type, raw)) != {int}:
-        raise ProtocolError(f"{name} holds something that is not an integer")
-    try:
-        return np.array(raw, np.int32)
-    except OverflowError:
-        raise ProtocolError(f"{name} holds an id beyond int32") from None
 
 
 # --- logprobs ---------------------------------------------------------------------------------------------------------
@@ -249,7 +237,7 @@ def _top_logprobs(answer: _Answer, rows: list[tuple[Entry, list[Entry]]] | None)
         raise ProtocolError("top_logprobs are of unequal number")
     ids = [token for line in lines for token, _ in line]
     values = _floats([value for line in lines for _, value in line], "top_logprobs")
-    return TopLogprobs(_token_ids(ids, "top_logprobs").reshape(len(rows), -1), values.reshape(len(rows), -1))
+    return TopLogprobs(token_ids(ids, "top_logprobs").reshape(len(rows), -1), values.reshape(len(rows), -1))
 
 
 def _likeliest(top: list[Entry], wanted: int) -> list[Entry]:
