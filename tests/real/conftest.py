@@ -144,7 +144,7 @@ def _reporter(config: pytest.Config) -> Callable[[str], None]:
 
 @pytest.fixture(
     params=[
-        pytest.param("sim"),
+        pytest.param("sim", marks=pytest.mark.slow),
         pytest.param("real", marks=pytest.mark.real),
         pytest.param("gpu", marks=pytest.mark.gpu),
     ],

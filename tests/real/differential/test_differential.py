@@ -59,7 +59,8 @@ def test_every_call_is_answered_alike_and_every_known_difference_still_occurs(
     assert not out_of_date, f"no difference any more, take it out of the table: {out_of_date}"
 
 
-@pytest.mark.parametrize("seed", [3, pytest.param(None, id="tour", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, pytest.param(None, id="tour")])
 def test_a_trace_is_the_same_twice(seed: int | None, twins: SimFleet) -> None:
     """What is left of an answer does not depend on time or chance: two simulated engines give the same trace."""
     steps = tour() if seed is None else sequence(seed, SIZE)
