@@ -29,7 +29,7 @@ from tests.sim.kit import until
 from . import router
 from .router import FLAGS, LOOPBACK, Router
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 MakeClient = Callable[..., RolloutClient]
 SIM: dict[str, Any] = {"tokens_per_second": 1000.0, "health_poll_s": 0.05}
 # The router of this release asks for loads where newer engines do not tell them any more.

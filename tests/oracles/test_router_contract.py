@@ -18,7 +18,7 @@ from tests.sim.kit import until
 from . import router
 from .router import FLAGS, QUICK, Router
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 SIM: dict[str, Any] = {"tokens_per_second": 1000.0, "health_poll_s": 0.05, "version": "0.5.23"}
 NOBODY = "http://127.0.0.1:9"
 SAMPLING = {"max_new_tokens": 5, "ignore_eos": True}

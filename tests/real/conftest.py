@@ -1,6 +1,6 @@
 """Fixtures of the real suite.
 
-A test that takes `llama_urls` or `moe_urls` runs twice: against the simulated engine, in the fast suite, and against
+A test that takes `llama_urls` or `moe_urls` runs twice: against the simulated engine, in the slow suite, and against
 real SGLang, under the marker `real`. What does not depend on the model runs a third time under the marker `gpu`,
 against the engine that the environment names (`gpu.py`). Real engines start when the first test wants them, serve the
 whole session and are put back to idle after each test. If any real test was selected, the kit is installed before the
@@ -10,6 +10,7 @@ first test, outside of every test's time limit, and the session moves to a priva
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import pytest
 import requests
 
 from rolloutsync.sim import SimFleet
+from tests.oracles import router
 
 from .gpu import gpu_device, gpu_kit
 from .kit import Kit, KitError, ensure, ensure_vllm
@@ -52,9 +54,11 @@ class Bench:
     namespace: Namespace = field(default_factory=Namespace)
     network: str = ""
     started: list[RealEngine] = field(default_factory=list)
+    routers: dict[str, Path] = field(default_factory=dict)  # interpreters
 
 
 BENCH = pytest.StashKey[Bench]()
+ROUTER = "router"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,19 +87,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     bench = session.config.stash.setdefault(BENCH, Bench())
     report = _reporter(session.config)
-    for kind in kinds:
+    for kind in kinds - {ROUTER}:
         try:
             bench.kits[kind] = _obtained(kind, report)
         except KitError as error:
             bench.problems[kind] = str(error)
-    if bench.kits:
+    for release in router.RELEASES if ROUTER in kinds else ():
+        with contextlib.suppress(KitError):  # the tests that want it say so
+            bench.routers[str(release)] = router.ensure(report, release)
+    if bench.kits or bench.routers:
         bench.network = _enter(bench.namespace)
         report(bench.network)
 
 
 def _needs(item: pytest.Item) -> set[str]:
-    """The kits that a test wants: its marker's, and vLLM's if it takes an engine of that."""
+    """The kits that a test wants: its marker's, and vLLM's if it takes an engine of that; the oracles want routers."""
     kind = _kind(item)
+    if kind == "real" and item.path.parent.name == "oracles":
+        return {ROUTER}
     vllm = kind == "real" and "vllm_kit" in getattr(item, "fixturenames", ())
     return {each for each in (kind, "vllm" if vllm else None) if each is not None}
 
@@ -117,10 +126,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says which engines the tests ran against."""
-    started = config.stash.get(BENCH, Bench()).started
-    if started:
+    """Says which engines and routers the tests ran against."""
+    bench = config.stash.get(BENCH, Bench())
+    started = bench.started
+    if started or bench.routers:
         terminalreporter.section("real engines")
+    for name in bench.routers:
+        terminalreporter.write_line(f"{name} before simulated engines")
     for engine in started:
         what = f"{engine.name} {engine.version} on {engine.device.name}, model {engine.model.name}"
         terminalreporter.write_line(f"{what}, {engine.url}, ready after {engine.ready_after_s:.1f} s")
