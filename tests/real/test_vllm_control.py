@@ -194,12 +194,12 @@ def test_a_request_is_in_no_gauge_until_its_first_step_has_ended(engine: RawVllm
     """The web server counts it at once. The gauges are written when a step ends: an idle engine's go on to say zero
     although it has work, so zero, however often, does not speak of what arrived a moment ago."""
     with frozen(vllm):
-        call = engine.begin(tokens=500)
+        call = engine.begin(tokens=1900)
         engine.await_load(1)
         assert still_open(call)
         assert [engine.counts() for _ in range(5)] == [(0, 0)] * 5
     engine.await_counts(running=1)
-    assert len(only(answered(call))["token_ids"]) == 500
+    assert len(only(answered(call))["token_ids"]) == 1900
 
 
 def test_the_gauges_stand_still_in_a_pause(engine: RawVllm) -> None:
@@ -230,24 +230,24 @@ def test_a_pause_in_abort_mode_returns_after_everything_was_answered(engine: Raw
 
 def test_a_pause_in_wait_mode_waits_for_what_runs_and_keeps_what_waits(engine: RawVllm) -> None:
     """Nothing is cut; the one that had no place yet gets it after the resume."""
-    calls = [engine.begin(tokens=600) for _ in range(RUNNING_LIMIT + 1)]
+    calls = [engine.begin(tokens=1900) for _ in range(RUNNING_LIMIT + 1)]
     engine.await_counts(RUNNING_LIMIT, waiting=1)
     engine.pause("wait")
     engine.await_load(1)
     (parked,) = wait(calls, timeout=HOLD_S).not_done
     engine.resume()
-    assert len(only(answered(parked))["token_ids"]) == 600
-    assert [len(only(answered(call))["token_ids"]) for call in calls] == [600] * (RUNNING_LIMIT + 1)
+    assert len(only(answered(parked))["token_ids"]) == 1900
+    assert [len(only(answered(call))["token_ids"]) for call in calls] == [1900] * (RUNNING_LIMIT + 1)
 
 
 def test_a_pause_in_keep_mode_holds_what_runs(engine: RawVllm) -> None:
     """It ends with all its tokens after the resume."""
-    call = engine.begin(tokens=1000)
+    call = engine.begin(tokens=1900)
     engine.await_counts(running=1)
     engine.pause("keep")
     assert still_open(call)
     engine.resume()
-    assert len(only(answered(call))["token_ids"]) == 1000
+    assert len(only(answered(call))["token_ids"]) == 1900
 
 
 def test_an_abort_under_a_pause_is_answered_at_once(engine: RawVllm) -> None:
@@ -286,11 +286,11 @@ def test_modes_that_there_are_not(engine: RawVllm) -> None:
 def test_a_reset_of_the_cache_says_in_its_body_whether_it_was_done(engine: RawVllm) -> None:
     """200 with false while something runs; unless running requests may be reset, which do not notice."""
     assert engine.post("/reset_prefix_cache").json() == {"success": True}
-    call = engine.begin(tokens=1000)
+    call = engine.begin(tokens=1900)
     engine.await_counts(running=1)
     assert engine.post("/reset_prefix_cache").json() == {"success": False}
     assert engine.post("/reset_prefix_cache?reset_running_requests=true").json() == {"success": True}
-    assert len(only(answered(call))["token_ids"]) == 1000
+    assert len(only(answered(call))["token_ids"]) == 1900
 
 
 def test_sleep_and_wake(engine: RawVllm) -> None:
@@ -323,16 +323,18 @@ def reload(engine: RawVllm, path: Path) -> None:
 def test_a_label_splits_the_output_into_spans(engine: RawVllm) -> None:
     """Running or held, with one span for each version."""
     before = engine.get("/weight_info").json()["weight_version"]
-    call = engine.begin(tokens=900)
+    call = engine.begin(tokens=1900)
     engine.await_counts(running=1)
     engine.pause("keep")
-    answer = engine.post("/update_weight_version", {"new_version": "next"})
-    assert answer.json() == {"success": True, "new_version": "next"}
-    engine.resume()
-    first, second = only(answered(call))["weight_versions"]
-    assert (first["version"], first["start"], second["version"], second["end"]) == (before, 0, "next", 900)
+    try:
+        answer = engine.post("/update_weight_version", {"new_version": "next"})
+        assert answer.json() == {"success": True, "new_version": "next"}
+        engine.resume()
+        first, second = only(answered(call))["weight_versions"]
+    finally:  # what comes next counts on the label
+        assert engine.post("/update_weight_version", {"new_version": before}).status_code == 200
+    assert (first["version"], first["start"], second["version"], second["end"]) == (before, 0, "next", 1900)
     assert first["end"] == second["start"]
-    assert engine.post("/update_weight_version", {"new_version": before}).status_code == 200
 
 
 def test_an_update_has_a_beginning_and_an_end(engine: RawVllm) -> None:

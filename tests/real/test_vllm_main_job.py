@@ -158,34 +158,35 @@ def test_own_scope_leaves_others_alone(client: RolloutClient, vllm: RealEngine) 
 
 def test_a_partial_goes_on_exactly(client: RolloutClient, vllm: RealEngine) -> None:
     """Over two aborts, at temperature 0: the tokens of an uncut run."""
-    params = {"max_new_tokens": 900, "ignore_eos": True, "temperature": 0}
+    params = {**LONG, "temperature": 0}  # a quick machine must not end it between two looks
     (whole,) = client.generate([prompt(3)], params)
     batch: list[Any] = [prompt(3)]
     for _ in range(2):
-        job = client.start(batch, params)
-        await_running(vllm, 1)
+        job, others = client.start(batch, params), client.start([prompt(number) for number in (50, 51, 52)], LONG)
+        await_running(vllm, 4)  # alone it might be done before it is seen
         client.abort_until_idle(30)
         batch = job.result()
+        others.result()
         assert batch[0].status is Status.ABORTED
     (resumed,) = client.generate(batch)
     check_aligned([resumed])
-    assert len(resumed.output_ids) == 900
+    assert len(resumed.output_ids) == 1900
     assert resumed.attempts >= 3
-    cut = min(len(batch[0].output_ids) + 1, 900)
+    cut = min(len(batch[0].output_ids) + 1, 1900)
     assert resumed.output_ids[:cut].tolist() == whole.output_ids[:cut].tolist()
 
 
 @pytest.mark.parametrize("mode", ["hold", "wait"])
 def test_blocks_that_abort_nothing(mode: str, client: RolloutClient, vllm: RealEngine) -> None:
     """What runs stands still or ends first; nothing is lost, no attempt used."""
-    job = client.start([prompt(number) for number in range(4)], {"max_new_tokens": 500, "ignore_eos": True})
+    job = client.start([prompt(number) for number in range(4)], LONG)
     await_running(vllm, 4)
     with client.quiesced(mode):
         assert get(vllm.url, "/is_paused").json() == {"is_paused": True}
-        assert job.wait(3.0 if mode == "wait" else 0.5) is (mode == "wait")
+        assert job.wait(10.0 if mode == "wait" else 0.5) is (mode == "wait")
     assert get(vllm.url, "/is_paused").json() == {"is_paused": False}
     samples = job.result()
-    assert {(s.status, s.attempts, len(s.output_ids)) for s in samples} == {(Status.TRUNCATED, 1, 500)}
+    assert {(s.status, s.attempts, len(s.output_ids)) for s in samples} == {(Status.TRUNCATED, 1, 1900)}
 
 
 def test_a_drain_ends_our_own_pause(client: RolloutClient, vllm: RealEngine) -> None:
