@@ -261,20 +261,24 @@ class _ReplaySocket:
 def _read_unusual(connection: Any, seen: bytes, reserve: Callable[[int], int]) -> Answer:
     """Interim answers, chunks, compression, ends by closing, broken heads: as http.client and urllib3 read them."""
     inner = connection.response_class(_ReplaySocket(seen, connection.sock), method="POST")
-    inner.begin()
-    headers = urllib3.HTTPHeaderDict(inner.msg.items())
-    reserved = reserve(length_of(headers))
-    response = urllib3.HTTPResponse(
-        body=inner,
-        headers=headers,
-        status=inner.status,
-        version=inner.version,
-        preload_content=False,
-        decode_content=True,
-        original_response=inner,
-        request_method="POST",
-    )
-    body = response.read(decode_content=True)
+    try:
+        inner.begin()
+        headers = urllib3.HTTPHeaderDict(inner.msg.items())
+        reserved = reserve(length_of(headers))
+        response = urllib3.HTTPResponse(
+            body=inner,
+            headers=headers,
+            status=inner.status,
+            version=inner.version,
+            preload_content=False,
+            decode_content=True,
+            original_response=inner,
+            request_method="POST",
+        )
+        body = response.read(decode_content=True)
+    except BaseException:
+        inner.close()  # while its file is open: the collector may close that first
+        raise
     if inner.will_close:
         connection.close()
     return Answer(inner.status, requests.structures.CaseInsensitiveDict(headers), body, reserved)
