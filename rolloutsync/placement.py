@@ -45,7 +45,10 @@ def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: floa
 
 
 def _is_free(slot: Slot, held: int, suspect: bool, now: float, suspects: int) -> bool:
-    """Whether a live slot that has so many requests takes one more that is not of its line."""
+    """Whether a live slot that has so many requests takes one more that is not of its line.
+
+    Line and others take places by turns where there are too few, so that neither starves.
+    """
     room = held + len(slot.line) < slot.room if slot.debt else held < slot.room
     return room and not (suspect and slot.watches_suspect(now, suspects))
 

@@ -139,14 +139,6 @@ class Slot:
         """Whether one more request may go there."""
         return self.is_live and len(self.leases) < self.room
 
-    @property
-    def has_spare_room(self) -> bool:
-        """Whether one more request may go there that is not of its line.
-
-        Line and others take places by turns where there are too few, so that neither starves.
-        """
-        return self.is_live and len(self.leases) + self.debt * len(self.line) < self.room
-
     def has_room_for(self, order: Order) -> bool:
         """Whether a request that is at home here may go there: whoever waited before it goes first."""
         before = list(self.line).index(order) if order in self.line else len(self.line)

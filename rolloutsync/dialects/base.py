@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+import orjson
+
 from rolloutsync.errors import clip
 from rolloutsync.payload import parse_json
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rolloutsync.payload import Body, LargeField
     from rolloutsync.sample import Prompt, Segment
 
+JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _LEADING_DIGITS = re.compile(r"\d{1,9}", re.ASCII)
 
 
@@ -116,6 +119,17 @@ def merged(facts: Facts, more: Facts) -> Facts:
     """``facts``, with what they leave open taken from ``more``."""
     told = {f.name: getattr(more, f.name) for f in fields(facts) if getattr(facts, f.name) is None}
     return replace(facts, **told)
+
+
+def post(path: str, body: object = None, *, admin: bool = True, long: bool = False, option: int = JSON_OPTIONS) -> Call:
+    """A POST of ``body`` as JSON; with None there is no body."""
+    data = None if body is None else orjson.dumps(body, option=option)
+    return Call(method="POST", path=path, body=data, admin=admin, long=long)
+
+
+def get(path: str, *, admin: bool = False) -> Call:
+    """A GET."""
+    return Call(method="GET", path=path, admin=admin)
 
 
 def unknown_load(why: str) -> LoadReading:

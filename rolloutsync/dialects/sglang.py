@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from rolloutsync.dialects import sampling as rules
-from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text, version_tuple
+from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text, get, post, version_tuple
 from rolloutsync.dialects.sglang_answer import decode
 from rolloutsync.dialects.sglang_load import read_facts, read_loads
 from rolloutsync.dialects.sglang_weights import SGLangWeights
@@ -53,16 +51,7 @@ _LOGPROBS = LargeField(("meta_info", "output_token_logprobs"), ROWS)
 _KNOWN = (*SAMPLING_RULES, *_OTHER_NAMES, "n")
 PAUSE_MODES = ("abort", "in_place", "retract")
 _RANK_FIELD_SINCE = (0, 5, 10)  # routed_dp_rank; before it only data_parallel_rank is read
-_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _ROWS_CUT_SINCE = (0, 5, 12)  # routed_experts_start_len; before it the field is ignored
-
-
-def _post(path: str, body: object, *, admin: bool = True, long: bool = False) -> Call:
-    return Call(method="POST", path=path, body=orjson.dumps(body, option=_JSON), admin=admin, long=long)
-
-
-def _get(path: str, *, admin: bool = False) -> Call:
-    return Call(method="GET", path=path, admin=admin)
 
 
 class SGLangDialect:
@@ -75,7 +64,7 @@ class SGLangDialect:
     health: Call | None = None  # it generates a token, which a busy engine may not get done in time
     pause_after_memory: Call | None = None
     asks_paused: Call | None = None
-    flush = _post("/flush_cache", {})
+    flush = post("/flush_cache", {})
     default_max_new_tokens = 128
     seed = "sampling_seed"
     grammars: tuple[str, ...] = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -131,7 +120,7 @@ class SGLangDialect:
             body["image_data"] = prompt.image_data
         if dp_rank is not None:
             body |= _rank_fields(dp_rank, facts.version)
-        return _post("/generate", body, admin=False)
+        return post("/generate", body, admin=False)
 
     def large_fields(self, prompt: Prompt, facts: Facts, dtype: str) -> tuple[LargeField, ...]:
         """See ``Dialect.large_fields``."""
@@ -149,7 +138,7 @@ class SGLangDialect:
 
     def abort(self, rid: str | None) -> Call:
         """See ``Dialect.abort``. SGLang matches rids by prefix, so ours all have the same length."""
-        return _post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+        return post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def abort_ways(self, rid: str | None) -> tuple[tuple[Call, ...], ...]:
         """See ``Dialect.abort_ways``."""
@@ -169,7 +158,7 @@ class SGLangDialect:
 
     def load_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.load_calls``. Without ``include``: every section; ``/server_info`` holds no counts."""
-        return _get("/v1/loads"), _get("/get_load")
+        return get("/v1/loads"), get("/get_load")
 
     def read_load(self, call: Call, answer: Any, dp_size: int) -> LoadReading:
         """See ``Dialect.read_load``."""
@@ -181,7 +170,7 @@ class SGLangDialect:
 
     def facts_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.facts_calls``."""
-        return _get("/server_info"), _get("/get_server_info")
+        return get("/server_info"), get("/get_server_info")
 
     def read_facts(self, answer: Any) -> Facts:
         """See ``Dialect.read_facts``."""
@@ -205,7 +194,7 @@ class SGLangDialect:
 
     def version_call(self) -> Call:
         """See ``Dialect.version_call``."""
-        return _get("/model_info")
+        return get("/model_info")
 
     def read_version(self, answer: Any) -> str | None:
         """See ``Dialect.read_version``."""
@@ -216,19 +205,19 @@ class SGLangDialect:
         """See ``Dialect.pause``."""
         if mode not in PAUSE_MODES:
             raise ValueError(f"pause mode must be one of {PAUSE_MODES}, got {shown(mode)}")
-        return _post("/pause_generation", {"mode": mode})
+        return post("/pause_generation", {"mode": mode})
 
     def resume(self) -> Call:
         """See ``Dialect.resume``. The body is required from 0.5.6 on."""
-        return _post("/continue_generation", {})
+        return post("/continue_generation", {})
 
     def release_memory(self, tags: list[str] | None) -> Call:
         """See ``Dialect.release_memory``."""
-        return _post("/release_memory_occupation", {"tags": tags} if tags is not None else {}, long=True)
+        return post("/release_memory_occupation", {"tags": tags} if tags is not None else {}, long=True)
 
     def resume_memory(self, tags: list[str] | None) -> Call:
         """See ``Dialect.resume_memory``."""
-        return _post("/resume_memory_occupation", {"tags": tags} if tags is not None else {}, long=True)
+        return post("/resume_memory_occupation", {"tags": tags} if tags is not None else {}, long=True)
 
     def says_paused(self, status: int, body: Body) -> bool:
         """See ``Dialect.says_paused``."""

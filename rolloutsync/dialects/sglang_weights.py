@@ -7,11 +7,12 @@ kept out of one: it would be finished twice. The label is not sent along but set
 from __future__ import annotations
 
 import base64
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rolloutsync.dialects.base import Call, Facts, clip_words
+from rolloutsync.dialects.base import Call, Facts, clip_words, post
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,9 +24,7 @@ _OPEN = "session is already open"
 _NO_GROUP = "group to be destroyed does not exist"
 
 
-def _post(path: str, body: Mapping[str, Any], *, long: bool = True) -> Call:
-    data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Call(method="POST", path=path, body=data, admin=True, long=long)
+_post = partial(post, long=True, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class SGLangWeights:

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 import orjson
 
-from rolloutsync.dialects.base import Call, Facts, LoadReading, error_text
+from rolloutsync.dialects.base import JSON_OPTIONS, Call, Facts, LoadReading, error_text, get, post
 from rolloutsync.dialects.common import Common
 from rolloutsync.dialects.vllm_answer import decode
 from rolloutsync.dialects.vllm_load import read_facts, read_metrics, read_server_load
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rolloutsync.sample import Prompt, Segment
 
 PAUSE_MODES = {"abort": "abort", "wait": "wait", "keep": "keep", "in_place": "keep"}  # the last is SGLang's word
-_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _RANK_HEADER = "X-data-parallel-rank"
 _KEEP = "mode=keep&clear_cache=false"
 _METRICS, _LOAD = "/metrics", "/load"
@@ -44,26 +43,17 @@ _LARGE = (LargeField(("choices", 0, "routed_experts"), BYTES),)
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 
 
-def _post(path: str, body: object = None, *, admin: bool = True, long: bool = False) -> Call:
-    data = None if body is None else orjson.dumps(body, option=_JSON)
-    return Call(method="POST", path=path, body=data, admin=admin, long=long)
-
-
-def _get(path: str) -> Call:
-    return Call(method="GET", path=path)
-
-
 class VLLMDialect(Common):
     """vLLM over HTTP. Stateless. Sampling parameters are kept in the one vocabulary, and translated when sent."""
 
     name = "vllm"
-    flush = _post("/reset_prefix_cache")
+    flush = post("/reset_prefix_cache")
     ends_on_disconnect = True
     load_lags = True
-    census: Call | None = _post("/abort_requests", {})
-    health: Call | None = _get("/health")
-    pause_after_memory: Call | None = _post(f"/pause?{_KEEP}")
-    asks_paused: Call | None = _get("/is_paused")
+    census: Call | None = post("/abort_requests", {})
+    health: Call | None = get("/health")
+    pause_after_memory: Call | None = post(f"/pause?{_KEEP}")
+    asks_paused: Call | None = get("/is_paused")
     weights = VLLMWeights()
 
     def resumed_seed(self, seed: int, done: int) -> int:
@@ -85,7 +75,7 @@ class VLLMDialect(Common):
         chosen = (prompt.fields[name] for name in RANKS if prompt.fields.get(name) is not None)
         dp_rank = next(chosen, dp_rank)
         headers = () if dp_rank is None else ((_RANK_HEADER, str(dp_rank)),)
-        return Call(method="POST", path=path, body=orjson.dumps(body, option=_JSON), headers=headers)
+        return Call(method="POST", path=path, body=orjson.dumps(body, option=JSON_OPTIONS), headers=headers)
 
     def large_fields(self, prompt: Prompt, facts: Facts, dtype: str) -> tuple[LargeField, ...]:  # noqa: ARG002
         """See ``Dialect.large_fields``. A server that was started to return experts does so whether asked or not."""
@@ -114,12 +104,12 @@ class VLLMDialect(Common):
 
     def abort(self, rid: str | None) -> Call:
         """See ``Dialect.abort``. The ids are those of the engine, by whichever route the request came."""
-        return _post("/abort_requests", {} if rid is None else {"request_ids": _ids(rid)})
+        return post("/abort_requests", {} if rid is None else {"request_ids": _ids(rid)})
 
     def abort_ways(self, rid: str | None) -> tuple[tuple[Call, ...], ...]:
         """See ``Dialect.abort_ways``. Before 0.26 a pause can end them all; scale-out servers abort by id."""
         if rid is not None:
-            return (self.abort(rid),), (_post("/inference/v1/abort_requests", {"request_ids": _ids(rid)}, admin=False),)
+            return (self.abort(rid),), (post("/inference/v1/abort_requests", {"request_ids": _ids(rid)}, admin=False),)
         return (self.abort(None),), (self.pause("abort"), self.resume())
 
     def read_census(self, answer: Any) -> int | None:
@@ -129,11 +119,11 @@ class VLLMDialect(Common):
 
     def load_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.load_calls``."""
-        return (_get(_METRICS),)
+        return (get(_METRICS),)
 
     def work_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.work_calls``. A request that has just come is counted there before it is scheduled."""
-        return (_get(_LOAD),)
+        return (get(_LOAD),)
 
     def read_load(self, call: Call, answer: Any, dp_size: int) -> LoadReading:
         """See ``Dialect.read_load``."""
@@ -143,11 +133,11 @@ class VLLMDialect(Common):
 
     def facts_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.facts_calls``."""
-        return _get("/server_info?config_format=json"), _get("/v1/models")
+        return get("/server_info?config_format=json"), get("/v1/models")
 
     def more_facts_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.more_facts_calls``. What a server is configured to be does not say its version."""
-        return (_get("/version"),)
+        return (get("/version"),)
 
     def read_facts(self, answer: Any) -> Facts:
         """See ``Dialect.read_facts``."""
@@ -155,19 +145,19 @@ class VLLMDialect(Common):
 
     def scheduler_calls(self) -> tuple[Call, ...]:
         """See ``Dialect.scheduler_calls``. ``/health`` is a flag, and stays well when the engine is frozen."""
-        return (_get("/is_sleeping"),)
+        return (get("/is_sleeping"),)
 
     def barrier(self, rid: str) -> Call | None:
         """See ``Dialect.barrier``. Completions are there however the server was started."""
-        return _post(COMPLETIONS, {"prompt": [0], "max_tokens": 1, "request_id": rid}, admin=False)
+        return post(COMPLETIONS, {"prompt": [0], "max_tokens": 1, "request_id": rid}, admin=False)
 
     def reach_call(self) -> Call:
         """See ``Dialect.reach_call``."""
-        return _get("/version")
+        return get("/version")
 
     def version_call(self) -> Call:
         """See ``Dialect.version_call``."""
-        return _get("/weight_info")
+        return get("/weight_info")
 
     def read_version(self, answer: Any) -> str | None:
         """See ``Dialect.read_version``."""
@@ -181,11 +171,11 @@ class VLLMDialect(Common):
         if mode not in PAUSE_MODES:
             raise ValueError(f"pause mode must be one of {tuple(PAUSE_MODES)}, got {shown(mode)}")
         query = urlencode({"mode": PAUSE_MODES[mode], "clear_cache": "false"})
-        return _post(f"/pause?{query}", long=mode == "wait")
+        return post(f"/pause?{query}", long=mode == "wait")
 
     def resume(self) -> Call:
         """See ``Dialect.resume``."""
-        return _post("/resume")
+        return post("/resume")
 
     def release_memory(self, tags: list[str] | None) -> Call:
         """See ``Dialect.release_memory``. Weights go to the host's memory and come back; they go with the cache only.
@@ -195,17 +185,17 @@ class VLLMDialect(Common):
         """
         chosen = _check_tags(tags)
         if chosen == {_CACHE}:
-            return _post("/release_kv_cache_memory", long=True)
+            return post("/release_kv_cache_memory", long=True)
         if chosen != {_WEIGHTS, _CACHE}:
             raise ValueError(f"vLLM releases {[_CACHE]} or {[_CACHE, _WEIGHTS]}, not {sorted(chosen)}")
-        return _post("/sleep?level=1", long=True)
+        return post("/sleep?level=1", long=True)
 
     def resume_memory(self, tags: list[str] | None) -> Call:
         """See ``Dialect.resume_memory``."""
         chosen = _check_tags(tags)
         everything = chosen == {_WEIGHTS, _CACHE}
         query = "" if everything else "?" + urlencode([("tags", tag) for tag in sorted(chosen)])
-        return _post(f"/wake_up{query}", long=True)
+        return post(f"/wake_up{query}", long=True)
 
     def says_paused(self, status: int, body: bytes | bytearray) -> bool:
         """See ``Dialect.says_paused``. Up to 0.31, and in mode "keep", requests wait instead."""

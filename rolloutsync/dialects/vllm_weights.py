@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rolloutsync.dialects.base import Call, Facts, clip_words
+from rolloutsync.dialects.base import Call, Facts, clip_words, post
 from rolloutsync.dialects.vllm_request import known_version
 from rolloutsync.errors import shown
 
@@ -27,9 +28,7 @@ _OPEN = "already active"
 _LEAVE = "/shutdown_weight_transfer_engine"
 
 
-def _post(path: str, body: Mapping[str, Any], *, long: bool = True) -> Call:
-    data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Call(method="POST", path=path, body=data, admin=True, long=long)
+_post = partial(post, long=True, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class VLLMWeights:

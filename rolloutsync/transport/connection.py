@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rolloutsync.transport.exchange import Exchange
 
-_LARGE_BYTES = 1 << 16  # a request body above this is sent in pieces
+LARGE_REQUEST_BYTES = 1 << 16  # a larger one is sent in pieces, in case that the answer comes early
 _PIECE_BYTES = 1 << 14
 _WARM_S = 0.01  # a socket idle for less is asked for its TCP state alone, which does not let another thread run
 _ESTABLISHED = 1  # of the kernel's TCP states
@@ -261,7 +261,7 @@ class _Tracked(HTTPConnection):
         Not so over TLS, where what can be read may be the protocol's own.
         """
         exchange = current_exchange()
-        if exchange is None or self.speaks_tls or not isinstance(data, bytes) or len(data) <= _LARGE_BYTES:
+        if exchange is None or self.speaks_tls or not isinstance(data, bytes) or len(data) <= LARGE_REQUEST_BYTES:
             super().send(data)
             return
         for start in range(0, len(data), _PIECE_BYTES):

@@ -18,6 +18,7 @@ import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 
+from rolloutsync.transport.connection import LARGE_REQUEST_BYTES
 from rolloutsync.transport.exchange import Lane
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 _MOST_ROUTES = 4096  # kept; control(path) makes one for each path
 _FIRST_READ = 1 << 16
-_LARGE_REQUEST = 1 << 16  # bytes; a larger one is sent in pieces, in case that the answer comes early
 _LARGEST = 1 << 28  # bytes; memory for a longer body is touched only as it comes
 _MOST_FORMS = 1024
 _STATUS = re.compile(rb"http/1\.1 ([2-5]\d\d)[ \r]")
@@ -137,7 +137,7 @@ def send(connection: Any, exchange: Exchange, route: Route, body: bytes | None) 
     try:
         if body is None:
             connection.sock.sendall(route.head + b"\r\n")
-        elif len(body) <= _LARGE_REQUEST:
+        elif len(body) <= LARGE_REQUEST_BYTES:
             connection.sock.sendall(b"%bContent-Length: %d\r\n\r\n%b" % (route.head, len(body), body))
         else:
             connection.sock.sendall(b"%bContent-Length: %d\r\n\r\n" % (route.head, len(body)))
