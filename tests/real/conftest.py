@@ -53,7 +53,8 @@ class Bench:
     problems: dict[str, str] = field(default_factory=dict)
     namespace: Namespace = field(default_factory=Namespace)
     network: str = ""
-    started: list[RealEngine] = field(default_factory=list)
+    started: list[RealEngine] = field(default_factory=list)  # those that serve the whole session
+    modules: list[RealEngine] = field(default_factory=list)  # those that served one module
     routers: dict[str, Path] = field(default_factory=dict)  # interpreters
 
 
@@ -128,7 +129,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says which engines and routers the tests ran against."""
     bench = config.stash.get(BENCH, Bench())
-    started = bench.started
+    started = [*bench.started, *bench.modules]
     if started or bench.routers:
         terminalreporter.section("real engines")
     for name in bench.routers:
@@ -243,8 +244,10 @@ def plain_vllm(
     """A module's own vLLM engine without dev mode, scale-out and load tracking; it may be killed."""
     log: Path = tmp_path_factory.mktemp("plain-vllm") / "0.log"
     engine = PlainVllm(vllm_kit, vllm_kit.llama, log, HEADER_IDS, device=VLLM_CPU)
-    for (started,) in _serve(request.config, [engine]):
-        yield started
+    start_all([engine])
+    request.config.stash[BENCH].modules.append(engine)
+    yield engine
+    stop_all([engine])  # it alone: the session goes on with the others
 
 
 @pytest.fixture
