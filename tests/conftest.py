@@ -23,7 +23,7 @@ settings.load_profile("repeatable")
 SETTLE_S = 5.0  # a thread or socket that is on its way out may take this long
 
 
-FAST = "not real and not slow and not ray and not gpu"  # as in pyproject.toml
+FAST = "not real and not slow and not ray and not gpu and not torch"  # as in pyproject.toml
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

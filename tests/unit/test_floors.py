@@ -62,6 +62,9 @@ _FLOORS = {
     "jobs": 8,
     "collect": 8,
     "collected": 2,
+    "tables": 2,
+    "rows": 3,
+    "tensors": 4,
     "stats": 8,
     "audit": 8,
     "dump": 8,
@@ -74,7 +77,7 @@ _FLOORS = {
     "cli": 11,
     "ray_actor": 11,
 }
-_HEAVY = {"torch", "ray", "sglang", "vllm", "uvicorn", "starlette", "matplotlib", "typer", "rich", "asyncio"}
+_HEAVY = {"torch", "pyarrow", "ray", "sglang", "vllm", "uvicorn", "starlette", "matplotlib", "typer", "rich", "asyncio"}
 _LINES = 400
 
 
@@ -152,14 +155,23 @@ def test_only_the_transport_knows_the_http_library() -> None:
 
 
 def test_the_core_imports_nothing_heavy() -> None:
-    """The command line and the actor alone may: these are what they are for."""
+    """The command line, the actor and the tensors alone may: these are what they are for."""
     wrong = [
         (module, name)
         for module, name, typing_only, nested in _every_import()
         if name.split(".")[0] in _HEAVY and not typing_only and module != "cli" and not nested
-        if (module, name) != ("ray_actor", "ray")
+        if (module, name) not in {("ray_actor", "ray"), ("tensors", "torch")}
     ]
     assert not wrong
+
+
+def test_tensors_know_samples_alone() -> None:
+    """What becomes of samples is no business of the client's: nobody imports it, and it knows no engine."""
+    ours = {"tables", "rows", "tensors"}
+    known = {name for module, name, _, _ in _every_import() if module in ours and name.startswith("rolloutsync.")}
+    assert {name.split(".")[1] for name in known} == {"sample", "transcript", "tables", "rows"}
+    users = {module for module, name, _, _ in _every_import() if name.removeprefix("rolloutsync.") in ours}
+    assert users <= ours
 
 
 def test_client_and_simulated_engine_know_nothing_of_each_other() -> None:
