@@ -273,7 +273,7 @@ class _Writer:
 
     def write(self, dtype: torch.dtype, shape: _Shape, put: _Put, pad: int = 0, each: Any = ()) -> torch.Tensor:
         """Each row's tokens by ``put``, ``pad`` between them; ``each``: the shape of what one token has."""
-        tensor = torch.empty((*shape, *each), dtype=dtype, pin_memory=self._pin)
+        tensor = torch.empty((*shape, *each), dtype=dtype, device="cpu", pin_memory=self._pin)
         flat = tensor.numpy().reshape(math.prod(shape), *each)
         done = 0
         for row, start in zip(self.rows, self._starts, strict=True):
@@ -285,20 +285,20 @@ class _Writer:
 
     def column(self, values: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """A number of each row."""
-        tensor = torch.empty(len(values), dtype=dtype, pin_memory=self._pin)
+        tensor = torch.empty(len(values), dtype=dtype, device="cpu", pin_memory=self._pin)
         tensor.numpy()[:] = values
         return tensor
 
     def positions(self, mask: torch.Tensor) -> torch.Tensor:
         """Of the tokens in padded rows."""
-        tensor = torch.empty(mask.shape, dtype=torch.int64, pin_memory=self._pin)
+        tensor = torch.empty(mask.shape, dtype=torch.int64, device="cpu", pin_memory=self._pin)
         torch.cumsum(mask, 1, out=tensor)
         return tensor.sub_(1).clamp_(min=0)
 
     def ragged(self, dtype: torch.dtype, each: _Shape) -> Ragged:
         """The rows of experts that there are."""
         arrays = [row.experts for row in self.rows if row.experts is not None]
-        values = torch.empty((sum(map(len, arrays)), *each), dtype=dtype, pin_memory=self._pin)
+        values = torch.empty((sum(map(len, arrays)), *each), dtype=dtype, device="cpu", pin_memory=self._pin)
         np.concatenate(arrays, out=values.numpy())
         return Ragged(values, self.column(np.cumsum([0, *map(_count, self.rows)]).tolist()))
 

@@ -1,0 +1,1 @@
+"""Tensors and tables, with torch and pyarrow; see conftest.py."""
