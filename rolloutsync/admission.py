@@ -21,11 +21,15 @@ class Admission(Generic[T]):
     def __len__(self) -> int:
         return self._size
 
-    def put(self, items: Iterable[T], *, job: int, priority: int) -> None:
-        """Add a job's items behind those that it has waiting at that priority."""
+    def put(self, items: Iterable[T], *, job: int, priority: int, first: bool = False) -> None:
+        """Add a job's items behind those that it has waiting at that priority, or before them."""
         more = list(items)
         if more:
-            self._levels.setdefault(priority, OrderedDict()).setdefault(job, deque()).extend(more)
+            line = self._levels.setdefault(priority, OrderedDict()).setdefault(job, deque())
+            if first:
+                line.extendleft(reversed(more))
+            else:
+                line.extend(more)
             self._size += len(more)
 
     def pop(self) -> T:

@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rolloutsync.audit import Audit, make_audit
 from rolloutsync.batch import BatchRules, Item, check_vocabulary, overridden, read_batch
@@ -41,11 +41,14 @@ from rolloutsync.weights import Weights
 from rolloutsync.workers import Workers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import requests
 
     from rolloutsync.config import ClientConfig
 
 log = logging.getLogger("rolloutsync")
+F = TypeVar("F", bound=Fleet)
 _names = itertools.count()
 _ABORT_ON_CLOSE_S = 1.0
 _CANCEL_S = 30.0
@@ -87,20 +90,13 @@ class Core:
             session=session,
             name=self.name,
         )
-        self.fleet = Fleet(
-            self.clock,
-            ActiveTime(self.clock),
-            engine_wait_s=config.timeouts.engine_wait_s,
-            concurrency=config.engine_concurrency,
-            on_trouble=lambda: self.watcher.notice(),  # noqa: PLW0108 - the watcher is made below
-            on_busy=lambda engine: self.watcher.watch(engine),  # noqa: PLW0108
-        )
+        self.fleet = self._make_fleet(Fleet)
         self.watcher = Watcher(self.fleet, self.clock, self.name, config.timeouts)
         self.controls = Controls(self.fleet, self.name)
         self.ledger = Ledger()
         self._sessions = Sessions()
         self.workers = self._make_workers()
-        self.drainer = Drainer(self.fleet, self.clock, self.name, self.workers.drop)
+        self.drainer = self._make_drainer()
         self.quiet = Quiet(self.fleet, self.drainer, self.clock, self.name)
         self.weights = Weights(self.fleet, self.quiet, self.transport, self.clock, self.name)
         self._jobs = itertools.count()
@@ -109,6 +105,19 @@ class Core:
         self._warned = False  # of partials with penalties
         for url in urls:
             self.add(url)
+
+    def _make_fleet(self, kind: Callable[..., F]) -> F:
+        return kind(
+            self.clock,
+            ActiveTime(self.clock),
+            engine_wait_s=self._config.timeouts.engine_wait_s,
+            concurrency=self._config.engine_concurrency,
+            on_trouble=lambda: self.watcher.notice(),  # noqa: PLW0108 - the watcher is made later
+            on_busy=lambda engine: self.watcher.watch(engine),  # noqa: PLW0108
+        )
+
+    def _make_drainer(self) -> Drainer:
+        return Drainer(self.fleet, self.clock, self.name, self.workers.drop)
 
     def _make_workers(self) -> Workers:
         policy = self._config.retry

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rolloutsync.clock import Clock
     from rolloutsync.engine import Engine
-    from rolloutsync.errors import EngineUnavailableError
+    from rolloutsync.errors import Cut, EngineUnavailableError
     from rolloutsync.order import Order
 
 _WOKEN = 4  # of those who wait for room, at each release: more than one, since not everybody may use that room
@@ -157,6 +157,18 @@ class Fleet(Roster):
         if None not in {version, expected} and version != expected and lease.since > self.expected_since:
             words = f"{STALE}: it answered with weights {version!r}, the fleet has {expected!r}"
             self.set_state(lease.engine.url, EngineState.QUARANTINED, words)
+
+    def count(self, url: str, *, requests: int, tokens: int) -> None:
+        """Requests that somebody else has made for us have ended, the last of them at this engine."""
+        with self._lock:
+            for slot in self._some_locked(url):
+                slot.requests += requests
+                slot.retries += max(0, requests - 1)
+                slot.tokens += tokens
+
+    def cut(self, engine: Engine, why: Cut) -> None:
+        """Shut the sockets of our generates at an engine."""
+        engine.cut(why)
 
     def rest(self, order: Order, seconds: float, deadline: Deadline) -> None:
         """Wait ``seconds`` before another attempt; ends early when the order is called off or the client closes."""

@@ -176,7 +176,7 @@ class Drainer:
             if engine.front != url:  # what of ours was meant for it may run at others, whose sweeps wait for it
                 result = replace(result, rids=())
         if result.rids or not result.state.quiet:
-            engine.cut(Cut.DRAIN)
+            self._fleet.cut(engine, Cut.DRAIN)
             self._fleet.await_none(url, _AFTER_CUT_S)
         if result.state is IdleState.GONE and engine.front == url:  # what was in flight there has ended with it
             result = replace(result, rids=tuple(self._fleet.rids(url)))

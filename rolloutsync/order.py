@@ -68,6 +68,7 @@ class Doing(str, Enum):
     ENGINE = "is at the engine"
     ORPHAN = "aborts its broken request"
     REST = "rests before another attempt"
+    ACTOR = "is at an actor"
 
     def __str__(self) -> str:
         return self.value

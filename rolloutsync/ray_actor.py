@@ -45,8 +45,9 @@ MAX_CONCURRENCY = 64  # of the default group
 _CANCEL_POLL_S = 0.25
 
 
-def _in_group(name: str) -> Callable[[F], F]:
-    return cast("Callable[[F], F]", ray.method(concurrency_group=name))
+def in_group(name: str, **options: Any) -> Callable[[F], F]:
+    """Put a method into a concurrency group."""
+    return cast("Callable[[F], F]", ray.method(concurrency_group=name, **options))
 
 
 class RolloutWorker:
@@ -110,37 +111,37 @@ class RolloutWorker:
 
     # --- between steps ---
 
-    @_in_group("control")
+    @in_group("control")
     def abort_until_idle(self, timeout: float = 60.0, **options: Any) -> DrainReport:
         """``RolloutClient.abort_until_idle``: ``generate`` calls that run meanwhile return their partials."""
         return self.client.abort_until_idle(timeout, **options)
 
-    @_in_group("control")
+    @in_group("control")
     def pause(self, mode: str = "abort") -> None:
         """``RolloutClient.pause``."""
         self.client.pause(mode)
 
-    @_in_group("control")
+    @in_group("control")
     def resume(self) -> None:
         """``RolloutClient.resume``."""
         self.client.resume()
 
-    @_in_group("control")
+    @in_group("control")
     def flush_cache(self) -> None:
         """``RolloutClient.flush_cache``."""
         self.client.flush_cache()
 
-    @_in_group("control")
+    @in_group("control")
     def release_memory(self, tags: Iterable[str] | None = None) -> None:
         """``RolloutClient.release_memory``."""
         self.client.release_memory(tags)
 
-    @_in_group("control")
+    @in_group("control")
     def resume_memory(self, tags: Iterable[str] | None = None) -> None:
         """``RolloutClient.resume_memory``."""
         self.client.resume_memory(tags)
 
-    @_in_group("control")
+    @in_group("control")
     def update_weights_from_disk(
         self, path: str, version: str | int | None = None, mode: str = "abort", **options: Any
     ) -> UpdateReport:
@@ -151,56 +152,56 @@ class RolloutWorker:
         """
         return self.client.update_weights_from_disk(path, version, mode, **options)
 
-    @_in_group("control")
+    @in_group("control")
     def weight_versions(self) -> dict[str, str | None]:
         """``RolloutClient.weight_versions``."""
         return self.client.weight_versions()
 
-    @_in_group("control")
+    @in_group("control")
     def control(self, path: str, json: Any = None, *, method: str = "POST") -> dict[str, Any]:
         """``RolloutClient.control``."""
         return self.client.control(path, json, method=method)
 
     # --- engines and counts ---
 
-    @_in_group("control")
+    @in_group("control")
     def add_engine(self, url: str) -> None:
         """``RolloutClient.add_engine``."""
         self.client.add_engine(url)
 
-    @_in_group("control")
+    @in_group("control")
     def remove_engine(self, url: str) -> None:
         """``RolloutClient.remove_engine``."""
         self.client.remove_engine(url)
 
-    @_in_group("control")
+    @in_group("control")
     def loads(self) -> dict[str, LoadReading]:
         """``RolloutClient.loads``."""
         return self.client.loads()
 
-    @_in_group("look")
+    @in_group("look")
     def engines(self) -> list[EngineStatus]:
         """``RolloutClient.engines``."""
         return self.client.engines()
 
-    @_in_group("look")
+    @in_group("look")
     def stats(self) -> Stats:
         """``RolloutClient.stats``."""
         return self.client.stats()
 
-    @_in_group("look")
+    @in_group("look")
     def audit(self) -> Audit:
         """``RolloutClient.audit``."""
         return self.client.audit()
 
-    @_in_group("look")
+    @in_group("look")
     def dump(self) -> str:
         """``RolloutClient.dump``."""
         return self.client.dump()
 
     # --- the end ---
 
-    @_in_group("control")
+    @in_group("control")
     def close(self, timeout: float = 5.0) -> list[str]:
         """``RolloutClient.close``: ``generate`` calls that run return, and no verb works any more."""
         return self.client.close(timeout)

@@ -21,7 +21,13 @@ _CROWD = 4096
 
 
 class Roster:
-    """The members of a fleet. Thread-safe. See ``Fleet`` for the arguments."""
+    """The members of a fleet. Thread-safe. See ``Fleet`` for the arguments.
+
+    Attributes:
+        sharers: Clients that use the engines side by side, this one included; set before any engine is added.
+    """
+
+    sharers = 1
 
     def __init__(self, clock: Clock, *, concurrency: int | None, on_trouble: Callable[[], None]) -> None:
         self._clock = clock
@@ -51,7 +57,7 @@ class Roster:
             if slot is not None:
                 slot.state, slot.reason = self._returned_locked(slot)  # before its last request had ended
             else:
-                self._slots[engine.url] = Slot(engine, engine.fixed_limit or self._concurrency)
+                self._slots[engine.url] = Slot(engine, engine.fixed_limit or self._concurrency, sharers=self.sharers)
             self._wake_locked()
         if slot is not None:
             self._on_trouble()

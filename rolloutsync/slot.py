@@ -112,6 +112,7 @@ class Slot:
     suspect: Lease | None = None  # the last lease of a sample that was there when an engine died
     orphans: dict[str, float] = field(default_factory=dict)  # rid to clock seconds: its abort was not delivered
     told: set[str] = field(default_factory=set)  # what was logged once and is not to be logged again
+    sharers: int = 1  # clients that use the engine side by side, this one included
     requests: int = 0
     retries: int = 0
     tokens: int = 0
@@ -123,11 +124,11 @@ class Slot:
 
     @property
     def room(self) -> int:
-        """The most that we send at once."""
-        if self.limit is not None:
-            return self.limit
-        told = self.engine.facts.running_limit
-        return DEFAULT_LIMIT if told is None else max(1, min(LARGEST_LIMIT, told * 5 // 4))
+        """The most that we send at once: our share of what the engine takes."""
+        limit, told = self.limit, self.engine.facts.running_limit
+        if limit is None:
+            limit = DEFAULT_LIMIT if told is None else min(LARGEST_LIMIT, told * 5 // 4)
+        return max(1, limit // self.sharers)
 
     @property
     def is_live(self) -> bool:

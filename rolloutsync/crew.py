@@ -1,0 +1,301 @@
+"""The crew: gives each order of a fleet to one of its actors, takes the samples back, loses none when an actor dies."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rolloutsync.actors import STACK_BYTES, Actors
+from rolloutsync.admission import Admission
+from rolloutsync.clock import Deadline
+from rolloutsync.errors import ClientClosedError, EngineUnavailableError, RolloutError
+from rolloutsync.gate import GateMode
+from rolloutsync.lane import Lane, Work, choose_lane
+from rolloutsync.order import Doing
+from rolloutsync.remote import LinkLost, Task
+from rolloutsync.sample import Status
+from rolloutsync.threads import start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rolloutsync.clock import Clock
+    from rolloutsync.config import RetryPolicy
+    from rolloutsync.fleet import Fleet
+    from rolloutsync.ledger import Ledger
+    from rolloutsync.order import Order
+    from rolloutsync.remote import Report
+    from rolloutsync.sample import Sample
+
+    Deliver = Callable[[Order, Sample], None]
+    Parcels = dict[tuple[Lane, str], list[Task]]  # by lane and its incarnation
+
+log = logging.getLogger("rolloutsync.crew")
+_AT_ONCE = 256  # tasks in one message
+_LOOK_S = 1.0
+
+
+class Crew(Actors):
+    """Takes the place of a client's own threads: orders go to actors. Thread-safe.
+
+    Args:
+        fleet: Of the driver: the gate, and the engines, to which it speaks for control alone.
+        ledger: Where each sample is accounted for.
+        clock: Time.
+        policy: Its ``max_attempts`` also say how many actors may die with a sample.
+        engine_wait_s: How long an order waits while no actor has a live engine.
+        actor_wait_s: How long an actor may be away before it is given up, and its engines are given to others.
+        shared: All actors use all engines.
+        name: Of the fleet, for thread names.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        clock: Clock,
+        *,
+        policy: RetryPolicy,
+        engine_wait_s: float,
+        actor_wait_s: float,
+        shared: bool,
+        name: str,
+    ) -> None:
+        super().__init__(fleet, clock, actor_wait_s=actor_wait_s, shared=shared, name=name)
+        self._ledger = ledger
+        self._policy = policy
+        self._engine_wait_s = engine_wait_s
+        self._keys = itertools.count()
+        # Guarded by _lock too:
+        self._waiting: Admission[Work] = Admission()
+        self._dry_since: float | None = None  # active time since which no lane takes anything
+        self._dispatcher: threading.Thread | None = None
+
+    # --- orders in ---
+
+    def admit(self, orders: list[Order], deliver: Deliver) -> None:
+        """Take orders on: each will be delivered exactly once, from another thread. Does not block.
+
+        Raises:
+            ClientClosedError: Closed; nothing was taken.
+            RuntimeError: No thread could be started; nothing was taken.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClientClosedError("the fleet is closed")
+            if self._dispatcher is None:
+                self._dispatcher = start_thread(f"{self._name}-dispatch", self._dispatch, stack_bytes=STACK_BYTES)
+            self._ledger.admit(orders)
+        self._put([Work(order, deliver) for order in orders])
+
+    def lend(self, order: Order) -> Sample:
+        """Make one sample and block until it has ended.
+
+        Raises:
+            ClientClosedError: Closed; nothing was done.
+        """
+        ended = threading.Event()
+        made: list[Sample] = []
+
+        def deliver(_: Order, sample: Sample) -> None:
+            made.append(sample)
+            ended.set()
+
+        self.admit([order], deliver)
+        ended.wait()
+        return made[0]
+
+    def grow(self) -> None:
+        """The gate has opened, or there may be more room than before."""
+        with self._lock:
+            self._changed.notify_all()
+
+    def _put(self, works: list[Work], *, first: bool = False) -> None:
+        lines: dict[tuple[int, int], list[Work]] = defaultdict(list)
+        for work in works:
+            lines[work.order.job, work.order.priority].append(work)
+        with self._lock:
+            for (job, priority), line in lines.items():
+                self._waiting.put(line, job=job, priority=priority, first=first)
+            self._changed.notify_all()
+        if self.is_closed or self._fleet.gate is GateMode.ABORT:
+            self.drop()
+
+    def _again(self, works: list[Work], reason: str, lane: Lane) -> None:
+        """Put what an actor was lost with before all else, unless it is called off, or that has been often enough."""
+        for work in works:
+            work.deaths += 1
+            work.order.life.now(Doing.QUEUED, self._clock.monotonic())
+            if self._fleet.calls_off(work.order):
+                self._end(work, work.order.blank())
+            elif work.deaths >= self._policy.max_attempts:
+                words = f"{work.deaths} actors were lost with this sample, the last {lane.name}: {reason}"
+                self._fail(work, RolloutError(words, engine=work.order.life.engine, rid=work.order.life.rid))
+            else:
+                self._put([work], first=True)
+
+    # --- tasks out ---
+
+    def _dispatch(self) -> None:
+        """The dispatcher's life: whenever something waits and somebody has room, hand over what fits."""
+        while not self.is_closed:
+            with self._lock:
+                if not self._may_dispatch_locked():
+                    self._clock.wait(self._changed, _LOOK_S if self._waiting else None)
+                dry = self._waiting.take() if self._is_dry_locked() else []
+                parcels, off = self._pack_locked() if self._may_dispatch_locked() else ({}, [])
+            for work in dry:
+                self._fail(work, self._unavailable())
+            for work in off:
+                self._end(work, work.order.blank())
+            for (lane, incarnation), tasks in parcels.items():
+                self._hand_over(lane, incarnation, tasks)
+
+    def _may_dispatch_locked(self) -> bool:
+        return bool(self._waiting) and self._fleet.gate is GateMode.OPEN and any(lane.free > 0 for lane in self._lanes)
+
+    def _is_dry_locked(self) -> bool:
+        """Whether nobody has had a live engine for too long, in active time: it stands still while the gate is held."""
+        if not self._waiting or any(lane.room > 0 for lane in self._lanes):
+            self._dry_since = None
+            return False
+        now = self._fleet.active.monotonic()
+        self._dry_since = now if self._dry_since is None else self._dry_since
+        return now - self._dry_since >= self._engine_wait_s
+
+    def _unavailable(self) -> EngineUnavailableError:
+        actors = "; ".join(self.lanes) or "the fleet has no actors"
+        words = f"no actor with a live engine within {self._engine_wait_s:g} s: {actors}"
+        return EngineUnavailableError(f"{words}; {self._fleet.unavailable().message}")
+
+    def _pack_locked(self) -> tuple[Parcels, list[Work]]:
+        """What each actor is given now, and what is called off."""
+        parcels: Parcels = defaultdict(list)
+        off: list[Work] = []
+        for _ in range(_AT_ONCE):
+            if not self._waiting:
+                break
+            work = self._waiting.pop()
+            if self._fleet.calls_off(work.order):
+                off.append(work)
+                continue
+            lane = choose_lane(self._lanes, work.order.group)
+            if lane is None or lane.incarnation is None:
+                self._waiting.put([work], job=work.order.job, priority=work.order.priority, first=True)
+                break
+            parcels[lane, lane.incarnation].append(self._assign_locked(lane, work))
+        return parcels, off
+
+    def _assign_locked(self, lane: Lane, work: Work) -> Task:
+        key, life = next(self._keys), work.order.life
+        lane.tasks[key] = work
+        self._ledger.take(work.order)
+        life.rid, life.engine = None, None
+        life.now(Doing.ACTOR, self._clock.monotonic())
+        return _task(key, work.order)
+
+    def _hand_over(self, lane: Lane, incarnation: str, tasks: list[Task]) -> None:
+        keys = [task.key for task in tasks]
+        try:
+            lane.link.take(tasks, incarnation, lambda error: self._not_taken(lane, keys, error))
+        except Exception as error:  # noqa: BLE001 - whatever a user's objects raise when they are pickled
+            self._not_taken(lane, keys, error)
+
+    def _not_taken(self, lane: Lane, keys: list[int], error: Exception) -> None:
+        """They did not arrive: the actor is lost, or they don't pickle."""
+        with self._lock:
+            works = [lane.tasks.pop(key) for key in keys if key in lane.tasks]
+        if isinstance(error, LinkLost):
+            self._again(works, str(error), lane)
+            return
+        for work in works:
+            self._fail(work, RolloutError(f"could not be sent to actor {lane.name}: {type(error).__name__}: {error}"))
+
+    # --- samples back ---
+
+    def _heard(self, lane: Lane, report: Report) -> None:
+        now = self._clock.monotonic()
+        with self._lock:
+            for placed in report.placed:
+                if placed.key in lane.tasks:
+                    life = lane.tasks[placed.key].order.life
+                    life.rid, life.engine, life.attempts = placed.rid, placed.engine, placed.attempts
+                    life.now(Doing.ENGINE, now)
+            ended = [(lane.tasks.pop(key), sample) for key, sample in report.ended if key in lane.tasks]
+            lane.room = report.room
+            self._changed.notify_all()
+        for work, sample in ended:
+            if self._bounces(work, sample):
+                self._put([work], first=True)
+            else:
+                self._end(work, sample)
+
+    def _bounces(self, work: Work, sample: Sample) -> bool:
+        """Whether the actor had no live engine for it: another may have one, or this one in a while."""
+        work.bounces += isinstance(sample.error, EngineUnavailableError)
+        return isinstance(sample.error, EngineUnavailableError) and work.bounces < self._policy.max_attempts
+
+    def _end(self, work: Work, sample: Sample) -> None:
+        order = work.order
+        if sample.engine is not None:
+            tokens, attempts = order.news(sample)
+            self._fleet.count(sample.engine, requests=attempts, tokens=tokens)
+        if not self._ledger.end(order, sample):
+            log.error("sample %d/%d (%s) ended twice; the second is dropped", order.index, order.member, sample.rid)
+            return
+        try:
+            work.deliver(order, sample)
+        except Exception:  # a thread's outermost frame: the callback is ours, and one sample's must not end the lane
+            log.exception("delivery of sample %d/%d failed", order.index, order.member)
+
+    def _fail(self, work: Work, error: RolloutError) -> None:
+        self._end(work, replace(work.order.blank(), status=Status.FAILED, error=error))
+
+    # --- the end ---
+
+    def drop(self, job: int | None = None) -> None:
+        """Deliver what no actor has yet (of one job, or of all) ABORTED and unsent, from this thread."""
+        with self._lock:
+            dropped = self._waiting.take(job)
+        for work in dropped:
+            self._end(work, work.order.blank())
+
+    def close(self) -> None:
+        """Take nothing more; what waits is delivered ABORTED. What actors have is ended by ``join``."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+        self.drop()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """End the actors and then the threads; the names of those that did not end. No sample stays open."""
+        with self._lock:
+            threads = [thread for thread in (self._dispatcher, *(lane.thread for lane in self._lanes)) if thread]
+        self.dismiss(deadline.within(deadline.remaining() or 0.0))
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(deadline.remaining())
+        for work in self.abandoned():
+            self._end(work, work.order.blank())
+        return [thread.name for thread in threads if thread.is_alive()]
+
+
+def _task(key: int, order: Order) -> Task:
+    return Task(
+        key=key,
+        prompt=order.prompt,
+        index=order.index,
+        member=order.member,
+        group=order.group.number,
+        size=order.group.size,
+        sticky=order.group.sticky,
+        job=order.job,
+        priority=order.priority,
+        closings=order.closings,
+        seconds=order.deadline.remaining(),
+        base=order.base,
+    )

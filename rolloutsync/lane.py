@@ -1,0 +1,92 @@
+"""A lane: what a fleet's driver keeps of one actor. The crew's lock guards it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterable
+
+    from rolloutsync.order import Group, Order
+    from rolloutsync.remote import Link
+    from rolloutsync.sample import Sample
+
+_AHEAD = 8  # more tasks than room, so that the actor has the next at hand; or an eighth of its room
+
+
+class LaneState(str, Enum):
+    """Whether an actor gets tasks."""
+
+    JOINING = "joining"  # not there yet, or on its way back
+    UP = "up"
+    GONE = "gone"  # for good
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """An order, and how often it has been begun in vain."""
+
+    order: Order
+    deliver: Callable[[Order, Sample], None]
+    deaths: int = 0  # of actors, with it on them
+    bounces: int = 0  # from actors without a live engine
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """One actor."""
+
+    link: Link
+    host: str = ""  # where it runs, as engines' URLs name it
+    urls: list[str] = field(default_factory=list)
+    state: LaneState = LaneState.JOINING
+    reason: str = ""
+    place: str = ""
+    incarnation: str | None = None  # the last that was spoken to
+    room: int = 0
+    tasks: dict[int, Work] = field(default_factory=dict)  # by key
+    losses: int = 0
+    thread: threading.Thread | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the actor."""
+        return self.link.name
+
+    @property
+    def free(self) -> int:
+        """Tasks that it may be given now."""
+        if self.state is not LaneState.UP or self.room <= 0:
+            return 0
+        return self.room + max(_AHEAD, self.room // 8) - len(self.tasks)
+
+    @property
+    def load(self) -> float:
+        """Tasks there for each that its engines take at once."""
+        return len(self.tasks) / self.room if self.room > 0 else float("inf")
+
+    def __str__(self) -> str:
+        tail = f": {self.reason}" if self.reason else ""
+        where = f" on {self.place}" if self.place else ""
+        return f"{self.name}{where} is {self.state}, {len(self.tasks)} tasks, room for {self.room}{tail}"
+
+
+def choose_lane(lanes: Iterable[Lane], group: Group) -> Lane | None:
+    """The lane with room and the lowest load; the group's home while that has room. Groups move only if it has none.
+
+    What is sticky stays at its home as long as that is up, and waits there for its engine.
+    """
+    able = [lane for lane in lanes if lane.free > 0]
+    home = next((lane for lane in lanes if lane.name == group.home), None)
+    if home is not None and (home in able or (group.sticky and home.state is LaneState.UP)):
+        return home
+    best = min(able, key=lambda lane: lane.load, default=None)
+    if best is not None:
+        group.home = best.name
+    return best

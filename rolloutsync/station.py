@@ -1,0 +1,281 @@
+"""A station: the actor's end of a fleet. Runs tasks on a core and keeps what is to be reported."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from rolloutsync.clock import Deadline
+from rolloutsync.errors import Cut, RolloutError
+from rolloutsync.gate import GateMode
+from rolloutsync.order import Doing, Group, Life, Order, Stop, new_rid
+from rolloutsync.remote import Hello, LinkLost, Placed, Report, Standing
+from rolloutsync.slot import EngineState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rolloutsync.core import Core
+    from rolloutsync.remote import Task
+    from rolloutsync.sample import Sample
+
+log = logging.getLogger("rolloutsync.station")
+_LEARN_S = 10.0
+_LOOK_S = 1.0
+_RECOVER_S = 30.0
+_GROUPS = 65536
+_REPORT_BYTES = 64 * 2**20
+
+
+class _TaskLife(Life):
+    """Tells the station where each request of the task goes."""
+
+    __slots__ = ("key", "station")
+
+    def __init__(self, key: int, station: Station) -> None:
+        super().__init__()
+        self.key = key
+        self.station = station
+
+    def now(self, doing: Doing, at: float) -> None:
+        """It does something else from now on."""
+        super().now(doing, at)
+        if doing is Doing.ENGINE and self.rid is not None and self.engine is not None:
+            self.station.placed(Placed(self.key, self.rid, self.engine, self.attempts))
+
+
+class Station:
+    """Makes samples for a driver elsewhere. Thread-safe.
+
+    Args:
+        core: Of the actor's client.
+        place: Where this is, for people.
+        alone: No other client uses these engines: what runs there when the station comes up again is an orphan.
+    """
+
+    def __init__(self, core: Core, place: str, *, alone: bool) -> None:
+        self.incarnation = new_rid()
+        self._core = core
+        self._place = place
+        self._alone = alone
+        self._token = object()  # the gate's
+        # _changed's lock guards: all that follows. Never held across I/O or a gate's closing.
+        self._changed = threading.Condition()
+        self._standing = Standing(number=-1)
+        self._ended: list[tuple[int, Sample]] = []
+        self._placed: list[Placed] = []
+        self._room = -1  # as of the last report
+        self._groups: OrderedDict[int, Group] = OrderedDict()
+        self._stops: dict[int, Stop] = {}
+        self._reader = 0  # number of the newest: an older one, whose driver has lost it, takes nothing any more
+        self._closed = False
+        self._applying = threading.Lock()  # one standing after the other; held across the gate's changes
+
+    # --- coming up ---
+
+    def hello(self, standing: Standing, incarnation: str | None) -> Hello:
+        """Learn the engines, leave nothing behind of whoever was here before, and stand as told. Blocks for that.
+
+        A driver that spoke to another incarnation has lost one: what that left behind at engines which are this
+        station's alone is aborted. One that spoke to this has given up what it sent, so that is aborted.
+        """
+        core = self._core
+        core.ready(_LEARN_S)
+        if incarnation == self.incarnation:
+            self._start_over()
+        elif incarnation is not None and self._alone:
+            report = core.drainer.drain(_RECOVER_S, keep_closed=None, raise_on_timeout=False)
+            log.info("came up again; what the one before left behind: %s", report)
+        self.stand(standing)
+        return Hello(self.incarnation, self._live_room(), self._place)
+
+    # --- tasks ---
+
+    def take(self, tasks: list[Task], incarnation: str) -> None:
+        """Take tasks on: each will be reported exactly once. Does not block.
+
+        Raises:
+            LinkLost: They are for another incarnation, or this one is closed; nothing was taken.
+        """
+        self._check(incarnation)
+        with self._changed:
+            closings = self._standing.closings
+            orders = [self._order_locked(task, off=task.closings != closings) for task in tasks]
+        try:
+            self._core.workers.admit(orders, self._deliver)
+        except (RolloutError, RuntimeError) as error:  # closed, or there is no thread to be had
+            raise LinkLost(f"{len(tasks)} tasks were not taken: {error}") from error
+
+    def _check(self, incarnation: str) -> None:
+        if incarnation != self.incarnation:
+            raise LinkLost(f"this is incarnation {self.incarnation}, not {incarnation}")
+
+    def _order_locked(self, task: Task, *, off: bool) -> Order:
+        """``off``: a drain has come between; it ends ABORTED, unsent."""
+        core = self._core
+        own_stop = Stop()
+        own_stop.is_set = off
+        return Order(
+            prompt=task.prompt,
+            index=task.index,
+            member=task.member,
+            group=self._group_locked(task),
+            job=task.job,
+            deadline=Deadline.after(core.fleet.active, task.seconds),
+            admitted_at=core.clock.monotonic(),
+            admitted_active=core.fleet.active.monotonic(),
+            closings=core.fleet.closings,
+            priority=task.priority,
+            stops=(self._stops.setdefault(task.job, Stop()),),
+            own_stop=own_stop,
+            life=_TaskLife(task.key, self),
+            base=task.base,
+        )
+
+    def _group_locked(self, task: Task) -> Group:
+        group = self._groups.pop(task.group, None) or Group(task.size, sticky=task.sticky)
+        self._groups[task.group] = group
+        if len(self._groups) > _GROUPS:
+            self._groups.popitem(last=False)
+        return group
+
+    def _deliver(self, order: Order, sample: Sample) -> None:
+        assert isinstance(order.life, _TaskLife)
+        with self._changed:
+            self._ended.append((order.life.key, sample))
+            self._changed.notify_all()
+
+    def placed(self, placed: Placed) -> None:
+        """Note where a request goes, for whoever has to abort it should this process die."""
+        with self._changed:
+            self._placed.append(placed)
+            if len(self._placed) == 1:
+                self._changed.notify_all()
+
+    # --- reports ---
+
+    def reports(self, incarnation: str) -> Iterator[Report]:
+        """News, as soon as there are any; ends when the station is closed or somebody else reads.
+
+        Raises:
+            LinkLost: The news are another incarnation's.
+        """
+        self._check(incarnation)
+        with self._changed:
+            self._reader += 1
+            me = self._reader
+            self._changed.notify_all()
+        while (report := self._next(me)) is not None:
+            yield report
+
+    def _next(self, me: int) -> Report | None:
+        while True:
+            room = self._live_room()
+            with self._changed:
+                if not (self._closed or self._reader != me or self._ended or self._placed or room != self._room):
+                    self._core.clock.wait(self._changed, _LOOK_S)
+                if self._reader != me or (self._closed and not self._ended):
+                    return None
+                if self._ended or self._placed or room != self._room:
+                    self._room = room
+                    return Report(self._portion_locked(), self._taken_locked(), room)
+
+    def _portion_locked(self) -> list[tuple[int, Sample]]:
+        """What has ended; of large samples so many that a report stays of a size that an object store likes."""
+        size = 0
+        for count, (_, sample) in enumerate(self._ended):
+            size += sum(each.nbytes for each in (sample.routed_experts, sample.hidden_states) if each is not None)
+            if size > _REPORT_BYTES and count:
+                portion, self._ended = self._ended[:count], self._ended[count:]
+                return portion
+        portion, self._ended = self._ended, []
+        return portion
+
+    def _taken_locked(self) -> list[Placed]:
+        placed, self._placed = self._placed, []
+        return placed
+
+    def _live_room(self) -> int:
+        return sum(status.limit for status in self._core.fleet.statuses() if status.state is EngineState.LIVE)
+
+    # --- what holds for all ---
+
+    def stand(self, standing: Standing) -> None:
+        """Make it hold: from when this returns on, no request leaves against it. Older ones are ignored."""
+        with self._applying:
+            with self._changed:
+                before = self._standing
+                if standing.number <= before.number:
+                    return
+                self._standing = standing
+            self._follow_weights(before, standing)
+            self._follow_gate(before, standing)
+
+    def _follow_weights(self, before: Standing, now: Standing) -> None:
+        fleet, news = self._core.fleet, now.expected != before.expected
+        doubtful = [url for url in now.stale if news or url not in before.stale]
+        for engine in fleet.engines():
+            if (engine.url in now.paused) != fleet.is_paused(engine.url):
+                fleet.set_paused(engine.url, engine.url in now.paused)
+            if engine.url in doubtful:
+                engine.forget_version()
+            elif news:
+                engine.heard_version(now.versions.get(engine.url))
+        if news and now.expected is not None:
+            fleet.expected_version, fleet.expected_since = now.expected, self._core.clock.monotonic()
+        for engine in fleet.engines(EngineState.LIVE) if news or doubtful else ():
+            if reason := now.stale.get(engine.url) or fleet.staleness(engine):
+                fleet.set_state(engine.url, EngineState.QUARANTINED, reason)
+
+    def _follow_gate(self, before: Standing, now: Standing) -> None:
+        fleet, mode = self._core.fleet, GateMode(now.mode)
+        if now.closings > before.closings or mode is GateMode.ABORT:
+            fleet.close_gate(self._token, GateMode.ABORT)
+            self._core.workers.drop()
+        if mode is GateMode.HOLD:
+            fleet.close_gate(self._token, mode, cuts=now.cuts > before.cuts)
+        elif mode is GateMode.OPEN:
+            fleet.open_gate(self._token)
+
+    # --- calling off ---
+
+    def abort(self, jobs: list[int], timeout: float) -> None:
+        """End the tasks of some jobs: what waits at once, what is at engines by their answers, after ``timeout`` cut.
+
+        Tasks of those jobs that arrive later end at once too.
+        """
+        with self._changed:
+            stops = [self._stops.setdefault(job, Stop()) for job in jobs]
+        for stop in stops:
+            stop.set()
+        for job in jobs:
+            self._core.workers.drop(job)
+        self._core.fleet.wake()
+        self._core.drainer.abort_own(timeout, of=lambda order: order.job in jobs)
+
+    def _start_over(self) -> None:
+        """The driver has given up all that is here, and sends it anew, under the same jobs' numbers."""
+        core = self._core
+        with self._changed:
+            stops, self._stops = self._stops, {}
+        for stop in stops.values():
+            stop.set()
+        core.workers.drop()
+        core.fleet.wake()
+        core.drainer.abort_own(_RECOVER_S, of=lambda _: True)
+        with self._changed:
+            self._ended, self._placed = [], []
+
+    def cut(self, url: str) -> None:
+        """Shut the sockets of our requests at an engine."""
+        for engine in self._core.fleet.engines():
+            if engine.url == url:
+                engine.cut(Cut.DRAIN)
+
+    def close(self) -> None:
+        """Nothing more is taken; readers end once they have read what there is."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
