@@ -53,10 +53,12 @@ class _Movable:
     def to(self: M, device: torch.device | str | int, *, non_blocking: bool = True) -> M:  # noqa: PYI019 - as PYI034
         """The same with its tensors on ``device``; those that are there already are not copied.
 
-        Does not wait for copies from pinned memory to a GPU; work on the GPU's current stream comes after them.
+        Does not wait for copies from pinned memory to a GPU (work on the GPU's current stream comes after them), unless
+        ``non_blocking`` is False. A copy to the CPU is always waited for: it would be read too early.
         """
+        freely = non_blocking and not str(device).startswith("cpu")
         moved = {
-            field.name: value.to(device, non_blocking=non_blocking)
+            field.name: value.to(device, non_blocking=freely)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), (torch.Tensor, _Movable))
         }

@@ -239,6 +239,24 @@ def test_moving_to_where_it_is_copies_nothing() -> None:
     assert batch.to("cpu").input_ids.data_ptr() == batch.input_ids.data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("device", "freely"), [("cuda:1", True), (0, True), ("cpu", False), (torch.device("cpu"), False)]
+)
+def test_a_copy_to_the_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch, device: Any, freely: bool) -> None:
+    """torch would hand out memory that is still being written."""
+    batch = collate([sample_of()], pad_token_id=0, routed_experts="ragged")
+    asked: list[tuple[Any, bool]] = []
+
+    def note(self: torch.Tensor, to: Any, *, non_blocking: bool) -> torch.Tensor:
+        asked.append((to, non_blocking))
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "to", note)
+    batch.to(device)
+    assert len(asked) == 12
+    assert set(asked) == {(device, freely)}
+
+
 def test_a_default_device_is_not_where_batches_are_written() -> None:
     """Trainers set one; numpy can write to the CPU only."""
     with torch.device("meta"):
