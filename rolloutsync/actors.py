@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from rolloutsync.clock import Deadline
@@ -226,6 +226,12 @@ class Actors:
                 for order, lane in orders
                 if order.life.engine == url or (order.life.engine is None and url in lane.urls)
             ]
+
+    def in_flight(self) -> Counter[str]:
+        """Requests by the engine that they are known to be at."""
+        with self._lock:
+            lives = [work.order.life for lane in self._lanes for work in lane.tasks.values()]
+            return Counter(life.engine for life in lives if life.engine is not None)
 
     def await_none(self, url: str, seconds: float, of: Callable[[Order], bool] = lambda _: True) -> bool:
         """Block until nothing of ours is at an engine, for at most ``seconds``; whether that is so."""

@@ -103,7 +103,8 @@ class CrewFleet(Fleet):
         found = super().statuses()
         if self.crew is None:
             return found
-        return [replace(status, in_flight=len(self.crew.rids(status.url))) for status in found]
+        counts = self.crew.in_flight()
+        return [replace(status, in_flight=counts[status.url]) for status in found]
 
     def rids(self, url: str) -> list[str]:
         """As everywhere; what an actor has just been given may be at any of its engines."""
