@@ -267,8 +267,8 @@ def test_a_default_device_is_not_where_batches_are_written() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_pinned_memory_needs_a_gpu() -> None:
-    """torch's own words, which name what is missing."""
-    with pytest.raises(RuntimeError, match=r"accelerator|CUDA"):
+    """In torch's own words, which differ from version to version."""
+    with pytest.raises(RuntimeError, match="pin_memory"):
         collate([sample_of()], pad_token_id=0, pin_memory=True)
 
 
