@@ -5,6 +5,7 @@
     RolloutError                      engine, rid, attempts, __cause__; all pickle
     ├── ClientClosedError             a verb on a closed client
     ├── ForkedError                   a job of the parent process, waited for in its child
+    ├── EngineLaunchError             log, tail, command, returncode: an engine process did not start, or did not last
     ├── EngineUnavailableError        no live engine within the configured wait
     ├── DeadlineExceededError         (a TimeoutError) a sample, batch or control call ran out of time
     ├── TransportError                phase, cut: an exchange broke before its answer was complete
@@ -156,6 +157,25 @@ class ClientClosedError(RolloutError):
 
 class ForkedError(RolloutError):
     """The object belongs to the parent process; its threads do not exist in this one."""
+
+
+class EngineLaunchError(RolloutError):
+    """An engine process did not start, was not ready in time, or ended too often; its text shows the log's tail.
+
+    Attributes:
+        log: Path of the file with all that the process wrote.
+        tail: The end of that file, as far as this process wrote it.
+        command: What was run, with keys blanked out.
+        returncode: Exit code, or negative signal number; None if the process was running, or never ran.
+    """
+
+    log: str = ""
+    tail: str = ""
+    command: tuple[str, ...] = ()
+    returncode: int | None = None
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\nthe end of {self.log}:\n{self.tail}" if self.tail else super().__str__()
 
 
 class EngineUnavailableError(RolloutError):

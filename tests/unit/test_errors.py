@@ -17,6 +17,7 @@ from rolloutsync.errors import (
     ControlError,
     Cut,
     EngineHTTPError,
+    EngineLaunchError,
     EpisodeError,
     NotIdleError,
     Phase,
@@ -47,6 +48,7 @@ _FACTS: dict[type[RolloutError], dict[str, Any]] = {
     ControlError: {"answers": {"http://a": 1}, "errors": {"http://b": RolloutError("no", engine="http://b")}},
     TransportError: {"phase": Phase.BODY, "cut": Cut.DRAIN},
     EngineHTTPError: {"status": 429, "retry_after": "3", "paused": True},
+    EngineLaunchError: {"log": "/tmp/e.log", "command": ("python", "-m", "engine"), "returncode": -9},
     WeightUpdateError: {"report": UpdateReport("12", "abort", (EngineUpdate("http://a", UpdateState.STALE),), 1.5)},
     NotIdleError: {"report": DrainReport((EngineDrain("http://a", IdleState.BUSY, rids=("r",)),), 1.5)},
 }
