@@ -30,7 +30,12 @@ from benchmarks.harness.process import BenchmarkError
 from benchmarks.harness.tables import make_console, results_table, targets_table
 from benchmarks.peers import PEERS
 
-NAMES = ("stress", "routed_experts", "long_logprobs", "abort", "memory", "step")
+NAMES = ("stress", "routed_experts", "long_logprobs", "abort", "memory", "step", "collate", "scale")
+APART = {"collate": "torch", "scale": "ray"}  # by name alone: they need an extra
+
+_LIGHT = [name for name in NAMES if name not in APART]
+_APART = " and ".join(f"{name} (needs {extra})" for name, extra in APART.items())
+_NAMES_HELP = f"of {', '.join(NAMES)}; none: all but {_APART}"
 
 
 def load(name: str) -> Benchmark:
@@ -44,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; none: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=_NAMES_HELP)
     add_common(parser)
     return parser
 
@@ -61,7 +66,7 @@ def read(arguments: Sequence[str]) -> tuple[Common, list[tuple[Benchmark, Any]]]
     if unknown:
         parser.error(f"{', '.join(unknown)}: benchmarks are {', '.join(NAMES)}; clients are {', '.join(PEERS)}")
     common = read_common(parsed)
-    chosen = [alone] if alone is not None else [load(name) for name in parsed.names or NAMES]
+    chosen = [alone] if alone is not None else [load(name) for name in parsed.names or _LIGHT]
     plans = [(one, one.defaults(common.form)) for one in chosen]
     if alone is not None:
         plans = [(alone, read_fields(parsed, alone.defaults(common.form)))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rolloutsync.batch import BatchRules, check_fields
 from rolloutsync.client.between import BetweenSteps
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from rolloutsync.episodes import Episode
     from rolloutsync.sample import Sample
     from rolloutsync.turn import Turn
+
+C = TypeVar("C", bound="RolloutClient")
 
 
 class RolloutClient(BetweenSteps, Members, Routed):
@@ -371,7 +373,7 @@ class RolloutClient(BetweenSteps, Members, Routed):
 
     # --- the end: ``close`` is the owner's ---
 
-    def __enter__(self) -> RolloutClient:
+    def __enter__(self: C) -> C:  # noqa: PYI019 - typing.Self is 3.11
         return self
 
     def __exit__(
