@@ -62,6 +62,10 @@ _FLOORS = {
     "jobs": 8,
     "collect": 8,
     "collected": 2,
+    "launch_guard": 0,
+    "launch_plan": 2,
+    "launch_process": 2,
+    "launch": 3,
     "tables": 2,
     "rows": 3,
     "tensors": 4,
@@ -148,18 +152,34 @@ def test_modules_import_only_from_floors_below() -> None:
 
 
 def test_only_the_clock_knows_the_time() -> None:
-    """Everything else is handed a clock."""
+    """Everything else is handed a clock; the guard of engine processes is a program of its own, with nothing of ours."""
     users = {module for module, name, _, _ in _every_import() if name.split(".")[0] in {"time", "datetime", "sched"}}
-    assert users == {"clock"}
+    assert users == {"clock", "launch_guard"}
+    ours = [(module, name) for module, name, _, _ in _every_import() if name.startswith("rolloutsync")]
+    assert not [each for each in ours if "launch_guard" in {each[0], each[1].split(".")[-1]}]
 
 
 def test_only_the_transport_knows_the_http_library() -> None:
-    """Others may name its types in annotations."""
+    """Others may name its types in annotations.
+
+    What starts an engine asks it for one status over and over, before it serves and without a client, and holds its
+    port: for that it has the standard library, and no HTTP library of the transport's.
+    """
     names = {"requests", "urllib3", "http", "socket", "httpx", "aiohttp"}
-    users = {
-        module for module, name, typing_only, _ in _every_import() if name.split(".")[0] in names and not typing_only
+    used = {
+        (module, name.split(".")[0])
+        for module, name, typing_only, _ in _every_import()
+        if name.split(".")[0] in names and not typing_only
     }
-    assert users == {"transport"}
+    assert {module for module, _ in used} == {"transport", "launch"}
+    assert {name for module, name in used if module == "launch"} == {"http", "socket"}
+
+
+def test_what_starts_engines_knows_no_client() -> None:
+    """It knows errors and the clock, and works where nothing else of ours is in use."""
+    ours = {"launch", "launch_plan", "launch_process"}
+    known = {name for module, name, _, _ in _every_import() if module in ours and name.startswith("rolloutsync.")}
+    assert {name.split(".")[1] for name in known} - ours == {"errors", "clock"}
 
 
 def test_the_core_imports_nothing_heavy() -> None:
