@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -13,12 +14,13 @@ except ImportError as missing:
 
 from rolloutsync.client import RolloutClient
 from rolloutsync.config import check_bool, check_count, check_number
+from rolloutsync.errors import shown
 from rolloutsync.fleet_core import FleetCore
 from rolloutsync.lane import Lane
 from rolloutsync.ray_link import FleetActor, RayLink, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from rolloutsync.core import Core
 
@@ -77,10 +79,13 @@ class RolloutFleet(RolloutClient):
             raise ValueError(f"give actors={actors} or actors_per_node={actors_per_node}, not both")
         check_bool("share_engines", share_engines)
         check_number("actor_wait_s", actor_wait_s)
+        if actor_options is not None and not isinstance(actor_options, Mapping):
+            raise TypeError(f"actor_options must be a mapping of Ray's options, got {shown(actor_options)}")
         self._count = actors
         self._per_node = actors_per_node or 1
         self._shared = share_engines
         self._options = {**_DEFAULTS, **(actor_options or {})}
+        FleetActor.options(**self._options)  # Ray names what it does not know
         self._wait_s = actor_wait_s
         self.actors: list[Any] = []
         super().__init__(urls, **client_options)
@@ -97,17 +102,29 @@ class RolloutFleet(RolloutClient):
 
     def _recruit(self, urls: list[str]) -> list[Lane]:
         """Ask Ray for actors, each with its engines; does not wait for them."""
+        if not ray.is_initialized():
+            ray.init()  # as Ray itself does when it is first used
         places = self._places()
         places = places if self._shared else places[: max(1, len(urls))]
         parts = [list(urls) for _ in places] if self._shared else partition(urls, [host for host, _ in places])
+        made: list[Any] = []
+        try:
+            for (_, options), part in zip(places, parts, strict=True):
+                made.append(self._hire(options, part, len(places)))
+        except Exception:
+            for actor in made:
+                ray.kill(actor)
+            raise
+        self.actors = made
+        return [
+            Lane(RayLink(f"actor-{number}", actor, self._wait_s, part), host, part)
+            for number, (actor, (host, _), part) in enumerate(zip(made, places, parts, strict=True))
+        ]
+
+    def _hire(self, options: dict[str, Any], urls: list[str], count: int) -> Any:
         settings = settings_of(self._config, self._session)
-        lanes = []
-        for number, ((host, options), part) in enumerate(zip(places, parts, strict=True)):
-            sharers = len(places) if self._shared else 1
-            actor = FleetActor.options(**{**options, **self._options}).remote(part, sharers, settings)
-            self.actors.append(actor)
-            lanes.append(Lane(RayLink(f"actor-{number}", actor, self._wait_s), host, part))
-        return lanes
+        kind = FleetActor.options(**{**options, **self._options})
+        return kind.remote(urls, count if self._shared else 1, settings)
 
     def _places(self) -> list[tuple[str, dict[str, Any]]]:
         """(host, Ray's options) of each actor."""

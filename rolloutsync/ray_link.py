@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -37,10 +38,23 @@ class SharingClient(RolloutClient):
         """The running parts."""
         return self._open()
 
+    @property
+    def urls(self) -> list[str]:
+        """Of the members."""
+        with self._lock:
+            return list(self._urls)
+
     def _make_core(self) -> Core:
         core = super()._make_core()
         core.fleet.sharers = self.sharers
         return core
+
+
+class Members(NamedTuple):
+    """The engines that are one actor's own. A later one has a higher number."""
+
+    number: int
+    urls: tuple[str, ...]
 
 
 class FleetWorker(RolloutWorker):
@@ -51,10 +65,13 @@ class FleetWorker(RolloutWorker):
         self.client.sharers = sharers
         place = f"{platform.node()} (node {ray.get_runtime_context().get_node_id()[:8]}, pid {os.getpid()})"
         self._station = Station(self.client.core, place, alone=sharers == 1)
+        self._lock = threading.Lock()  # guards: _members. Held while an engine is asked what it is.
+        self._members = Members(-1, tuple(self.client.urls))
 
     @in_group("control")
-    def hello(self, standing: Standing, incarnation: str | None) -> Hello:
-        """See ``Station.hello``."""
+    def hello(self, standing: Standing, incarnation: str | None, members: Members) -> Hello:
+        """See ``Station.hello``. A restarted actor was made with the engines that were its own at first."""
+        self._have(members)
         return self._station.hello(standing, incarnation)
 
     @in_group("orders")
@@ -83,12 +100,21 @@ class FleetWorker(RolloutWorker):
         self._station.cut(url)
 
     @in_group("control")
-    def change_members(self, add: list[str], remove: list[str]) -> None:
+    def have(self, members: Members) -> None:
         """Change which engines are this actor's own."""
-        for url in add:
-            self.client.add_engine(url)
-        for url in remove:
-            self.client.remove_engine(url)
+        self._have(members)
+
+    def _have(self, members: Members) -> None:
+        with self._lock:
+            if members.number <= self._members.number:
+                return
+            before, self._members = self._members.urls, members
+            for url in members.urls:
+                if url not in before:
+                    self.client.add_engine(url)
+            for url in before:
+                if url not in members.urls:
+                    self.client.remove_engine(url)
 
     @in_group("control")
     def shut(self, timeout: float) -> None:
@@ -107,16 +133,21 @@ class RayLink:
         name: For people.
         actor: The handle of a ``FleetActor``.
         wait_s: How long its start may take.
+        urls: Of the engines that it was made with.
     """
 
-    def __init__(self, name: str, actor: Any, wait_s: float) -> None:
+    def __init__(self, name: str, actor: Any, wait_s: float, urls: Iterable[str]) -> None:
         self.name = name
         self.actor = actor
         self._wait_s = wait_s
+        self._lock = threading.Lock()  # guards: _members
+        self._members = Members(0, tuple(urls))
 
     def hello(self, standing: Standing, incarnation: str | None) -> Hello:
         """See ``Link``."""
-        found: Hello = _get(self.actor.hello.remote(standing, incarnation), self._wait_s)
+        with self._lock:
+            members = self._members
+        found: Hello = _get(self.actor.hello.remote(standing, incarnation, members), self._wait_s)
         return found
 
     def take(self, tasks: list[Task], incarnation: str, failed: Callable[[Exception], None]) -> None:
@@ -156,7 +187,11 @@ class RayLink:
 
     def members(self, add: Iterable[str] = (), remove: Iterable[str] = ()) -> None:
         """See ``Link``."""
-        self.actor.change_members.remote(list(add), list(remove))
+        gone, more = set(remove), list(add)
+        with self._lock:
+            kept = [url for url in self._members.urls if url not in gone and url not in more]
+            members = self._members = Members(self._members.number + 1, (*kept, *more))
+        self.actor.have.remote(members)
 
     def kill(self, *, restart: bool) -> None:
         """See ``Link``."""

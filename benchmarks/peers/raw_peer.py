@@ -62,7 +62,7 @@ class RawPeer:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._queues: list[SimpleQueue[Call | None]] = [SimpleQueue() for _ in work.urls]
+        self._queues: list[SimpleQueue[Call | None]] = [SimpleQueue() for _ in work.urls[: work.threads]]
         threading.stack_size(_STACK)
         self._threads = [
             threading.Thread(target=self._worker, args=(work.urls[number % len(work.urls)], number), daemon=True)

@@ -77,6 +77,25 @@ def fleet(shared_fleet: SimFleet) -> Iterator[SimFleet]:
     await_idle(shared_fleet)
 
 
+@pytest.fixture(scope="session")
+def deaf_engines() -> Iterator[SimFleet]:
+    options: dict[str, Any] = {"tokens_per_second": 500.0, "max_running_requests": 64, "disconnect_poll_s": 3600.0}
+    with SimFleet(engines=4, routed_experts=ROUTED, **options) as engines:
+        yield engines
+
+
+@pytest.fixture
+def engines(deaf_engines: SimFleet) -> Iterator[SimFleet]:
+    """Four engines that never notice that a client has gone, and must be idle at the end all the same."""
+    for engine in deaf_engines.engines:
+        engine.reset()
+    yield deaf_engines
+    left = running(deaf_engines)
+    for engine in deaf_engines.engines:
+        engine.restart() if left else engine.clear_faults()
+    assert left == 0
+
+
 @pytest.fixture
 def make_actor(cluster: ModuleType, fleet: SimFleet) -> Iterator[MakeActor]:
     """Starts actors on the fleet; after the test they are killed and their processes awaited."""

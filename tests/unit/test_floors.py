@@ -152,7 +152,7 @@ def test_modules_import_only_from_floors_below() -> None:
 
 
 def test_only_the_clock_knows_the_time() -> None:
-    """Everything else is handed a clock; the guard of engine processes is a program of its own, with nothing of ours."""
+    """Everything else is handed a clock. The guard of engine processes is a program of its own, and has its own time."""
     users = {module for module, name, _, _ in _every_import() if name.split(".")[0] in {"time", "datetime", "sched"}}
     assert users == {"clock", "launch_guard"}
     ours = [(module, name) for module, name, _, _ in _every_import() if name.startswith("rolloutsync")]
