@@ -1,0 +1,327 @@
+"""The crew: who gets which order, and that each is delivered exactly once, whatever happens to actors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from rolloutsync.clock import Clock, Deadline
+from rolloutsync.errors import ClientClosedError, EngineUnavailableError, RolloutError
+from rolloutsync.gate import GateMode
+from rolloutsync.lane import Lane, choose_lane
+from rolloutsync.order import Group, Stop
+from rolloutsync.remote import LinkDead, LinkLost
+from rolloutsync.sample import Status
+from tests.background import in_thread
+from tests.fakes import FakeClock
+from tests.fleet.links import ScriptedLink
+from tests.fleet.scripted import URLS, ScriptedCrew, at, made
+from tests.wire import eventually
+
+MakeCrew = Callable[..., ScriptedCrew]
+
+
+# --- who gets what ---
+
+
+def test_orders_go_where_the_load_is_lowest(make_crew: MakeCrew) -> None:
+    """For each that its engines take at once: an actor with four times the room gets four times as much."""
+    small, large = ScriptedLink("actor-0", room=10), ScriptedLink("actor-1", room=40)
+    kit = make_crew(links=[small, large])
+    kit.orders(50)
+    eventually(lambda: len(small.tasks) + len(large.tasks) == 50, "all are handed out")
+    assert (len(small.tasks), len(large.tasks)) == (10, 40)
+
+
+def test_members_of_a_group_stay_together(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink("actor-0", room=16), ScriptedLink("actor-1", room=16)])
+    for index in range(6):
+        kit.group(4, index=index)
+    eventually(lambda: sum(len(link.tasks) for link in kit.links) == 24, "all are handed out")
+    homes = [{task.group for task in link.tasks} for link in kit.links]
+    assert not homes[0] & homes[1]
+    assert [len(home) for home in homes] == [3, 3]
+    numbers = {task.group: task.size for link in kit.links for task in link.tasks}
+    assert set(numbers.values()) == {4}
+
+
+def test_a_group_moves_if_its_home_is_full(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink("actor-0", room=1), ScriptedLink("actor-1", room=1)])
+    kit.group(18)  # nine each: one, and eight ahead
+    eventually(lambda: [len(link.tasks) for link in kit.links] == [9, 9], "both are full")
+
+
+def test_what_is_sticky_stays_at_its_home(make_crew: MakeCrew) -> None:
+    """Even where that has no room, while it is up; it moves when its home is lost."""
+    kit = make_crew(links=[ScriptedLink("actor-0", room=1), ScriptedLink("actor-1", room=40)])
+    home = Group(1, sticky=True)
+    home.home = "actor-0"
+    kit.admit(*[kit.order(group=home) for _ in range(12)])
+    assert {task.sticky for task in kit.links[0].await_tasks(12)} == {True}
+    kit.lose(kit.links[0])
+    kit.links[1].await_tasks(12)
+    assert home.home == "actor-1"
+
+
+def test_priority_first_then_jobs_in_turn(make_crew: MakeCrew) -> None:
+    link = ScriptedLink(room=64, up=False)
+    kit = make_crew(links=[link])
+    kit.orders(3, job=1)
+    kit.orders(3, job=2)
+    kit.orders(2, job=3, priority=5)
+    link.rise()
+    assert [task.job for task in link.await_tasks(8)] == [3, 3, 1, 2, 1, 2, 1, 2]
+
+
+def test_room_is_respected(make_crew: MakeCrew) -> None:
+    """An actor has its room and a few more; the next comes when one has ended, or there is more room."""
+    link = ScriptedLink(room=80)
+    kit = make_crew(links=[link])
+    kit.orders(200)
+    link.await_tasks(90)
+    link.say([made(link.tasks[0])])
+    link.await_tasks(91)
+    link.say(room=160)
+    link.await_tasks(181)
+    kit.await_done(1)
+    assert len(link.tasks) == 181
+    link.say([made(task) for task in link.tasks[1:181]], room=0)
+    kit.await_done(181)
+    assert len(link.tasks) == 181
+
+
+def test_a_lane_without_room_gets_nothing() -> None:
+    lanes = [Lane(ScriptedLink("a")), Lane(ScriptedLink("b"))]
+    assert choose_lane(lanes, Group(1)) is None
+    assert lanes[0].free == 0
+    assert "a is joining, 0 tasks, room for 0" in str(lanes[0])
+
+
+# --- what is called off ---
+
+
+def test_what_is_called_off_is_never_sent(make_crew: MakeCrew) -> None:
+    link = ScriptedLink(up=False)
+    kit = make_crew(links=[link])
+    stop = Stop()
+    kit.orders(2, stops=(stop,))
+    stop.set()
+    kit.orders(1)
+    link.rise()
+    link.await_tasks(1)
+    assert [sample.status for sample in kit.await_done(2)] == [Status.ABORTED, Status.ABORTED]
+    assert len(link.tasks) == 1
+
+
+def test_a_drain_ends_what_waits_and_a_hold_keeps_it(make_crew: MakeCrew) -> None:
+    link = ScriptedLink()
+    kit = make_crew(links=[link])
+    token = object()
+    kit.fleet.close_gate(token, GateMode.HOLD)
+    kit.orders(2)
+    kit.fleet.open_gate(token)
+    link.await_tasks(2)
+    kit.fleet.close_gate(token, GateMode.ABORT)
+    kit.orders(2)
+    assert [sample.status for sample in kit.await_done(2)] == [Status.ABORTED, Status.ABORTED]
+    kit.fleet.open_gate(token)
+    assert [s.mode for s in link.standings] == ["open", "hold", "open", "abort", "open"]
+    assert [s.closings for s in link.standings] == [0, 0, 0, 1, 1]
+    kit.orders(1)
+    assert {task.closings for task in link.await_tasks(3)[:2]} == {0}
+    assert link.tasks[2].closings == 1
+
+
+# --- losses ---
+
+
+def test_so_many_actors_may_die_with_a_sample(make_crew: MakeCrew) -> None:
+    link = ScriptedLink()
+    kit = make_crew(links=[link], max_attempts=3)
+    kit.orders(1)
+    for life in range(1, 4):
+        link.await_tasks(life)
+        kit.lose(link)
+        if life < 3:
+            kit.rise(link)
+    (sample,) = kit.await_done(1)
+    assert sample.status is Status.FAILED
+    assert "3 actors were lost with this sample, the last actor-0: actor-0 cannot be reached" in str(sample.error)
+
+
+def test_an_actor_that_is_gone_for_good(make_crew: MakeCrew) -> None:
+    """Its tasks and its engines go to the other."""
+    kit = make_crew()
+    kit.orders(8)
+    eventually(lambda: [len(link.tasks) for link in kit.links] == [4, 4], "both have some")
+    kit.lose(kit.links[0], LinkDead)
+    kit.links[1].await_tasks(8)
+    assert kit.links[1].changes == [([URLS[0]], [])]
+    assert kit.lanes[1].urls == [URLS[1], URLS[0]]
+    assert kit.links[0].kills == [False]
+    assert "actor-0 on a script is gone" in kit.crew.lanes[0]
+
+
+def test_an_actor_that_stays_away_is_given_up(make_crew: MakeCrew) -> None:
+    kit = make_crew(actor_wait_s=50.0)
+    kit.lose(kit.links[0])
+    kit.tick(49.0)
+    assert kit.lanes[0].state == "joining"
+    kit.tick(2.0)
+    eventually(lambda: kit.rested() or kit.lanes[0].state == "gone", "it is given up")
+
+
+# --- bounces, and nobody there ---
+
+
+def bounced() -> EngineUnavailableError:
+    return EngineUnavailableError("no live engine within 5 s")
+
+
+def test_an_actor_without_an_engine_is_not_the_last_word(make_crew: MakeCrew) -> None:
+    """Another may have one; but not for ever."""
+    kit = make_crew(max_attempts=3)
+    (order,) = kit.orders(1)
+    for number in range(3):
+        eventually(lambda: any(link.tasks for link in kit.links), "somebody has it")
+        link = next(link for link in kit.links if link.tasks)
+        task = link.tasks.pop()
+        other = kit.links[1 - kit.links.index(link)]
+        link.say([made(task, Status.FAILED, error=bounced())], room=0)
+        other.say(room=4)
+        if number < 2:
+            other.await_tasks(1)
+            eventually(lambda: order.life.doing.value == "is at an actor", "it is sent on")
+    (sample,) = kit.await_done(1)
+    assert sample.status is Status.FAILED
+    assert isinstance(sample.error, EngineUnavailableError)
+
+
+# --- once each ---
+
+
+def test_unknown_keys_and_second_reports_are_dropped(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink()])
+    link = kit.links[0]
+    kit.orders(2)
+    one, two = link.await_tasks(2)
+    link.say([made(one), made(one), (99, made(one)[1])], [at(two, URLS[0]), at(one, URLS[1])])
+    link.say([made(one), made(two)])
+    kit.await_done(2)
+    assert [sample.status for sample in kit.await_done(2)] == [Status.COMPLETED] * 2
+    assert kit.ledger.book()[:3] == (2, 2, 0)
+
+
+def test_a_late_report_of_a_task_that_was_sent_anew(make_crew: MakeCrew) -> None:
+    """The actor was only out of reach; what it says of the old key is nobody's."""
+    kit = make_crew(links=[ScriptedLink()])
+    link = kit.links[0]
+    kit.orders(1)
+    (old,) = link.await_tasks(1)
+    kit.lose(link)
+    kit.rise(link, link.incarnation)
+    new = link.await_tasks(2)[1]
+    assert new.key != old.key
+    link.say([made(old, Status.FAILED)])
+    link.say([made(new)])
+    assert kit.await_done(1)[0].status is Status.COMPLETED
+
+
+def test_tasks_that_did_not_arrive_go_elsewhere(make_crew: MakeCrew) -> None:
+    kit = make_crew(max_attempts=3)
+    kit.group(2)
+    first = next(link for link in kit.links if link.tasks or link.await_tasks(2))
+    first.await_tasks(2)
+    first.failures[0](LinkLost("another incarnation"))
+    eventually(lambda: sum(len(link.tasks) for link in kit.links) == 4, "they are sent again")
+    assert not kit.done
+
+
+# --- the end ---
+
+
+def test_close_with_tasks_out(make_crew: MakeCrew) -> None:
+    """What waits ends unsent, what an actor ends in time is delivered as it says, the rest ABORTED."""
+    kit = make_crew(links=[ScriptedLink(room=1)])
+    kit.orders(12)
+    tasks = kit.links[0].await_tasks(9)
+    kit.fleet.close()
+    kit.crew.close()
+    assert len(kit.await_done(3)) == 3
+    kit.links[0].say([made(tasks[0])])
+    assert kit.crew.join(Deadline.after(FakeClock(), None)) == []
+    assert Counter(sample.status for sample in kit.await_done(12)) == {Status.ABORTED: 11, Status.COMPLETED: 1}
+    assert kit.links[0].kills == [False]
+    with pytest.raises(ClientClosedError):
+        kit.orders(1)
+
+
+def test_lend_blocks_until_the_sample_has_ended(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink()])
+    lent = in_thread(lambda: kit.crew.lend(kit.order()))
+    (task,) = kit.links[0].await_tasks(1)
+    assert not lent.done()
+    kit.links[0].say([made(task)])
+    assert lent.result(5.0).status is Status.COMPLETED
+    again = in_thread(lambda: kit.crew.lend(kit.order()))
+    kit.links[0].await_tasks(2)
+    kit.fleet.close()
+    kit.crew.close()
+    kit.crew.join(Deadline.after(FakeClock(), None))
+    assert again.result(5.0).status is Status.ABORTED
+    with pytest.raises(ClientClosedError):
+        kit.crew.lend(kit.order())
+
+
+# --- what is where ---
+
+
+def test_a_task_may_be_anywhere_until_the_actor_says_where(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink()], shared=True)
+    kit.orders(2)
+    one, two = kit.links[0].await_tasks(2)
+    assert [len(kit.crew.rids(url)) for url in URLS] == [2, 2]
+    assert kit.fleet.rids(URLS[0]) == ["not known yet"] * 2
+    kit.links[0].say(placed=[at(one, URLS[0], "a" * 32), at(two, URLS[1])])
+    eventually(lambda: kit.crew.rids(URLS[0]) == ["a" * 32], "it is heard")
+    assert kit.crew.in_flight() == {URLS[0]: 1, URLS[1]: 1}
+    assert not kit.crew.await_none(URLS[0], 0.0)
+    kit.links[0].say([made(one), made(two)])
+    kit.await_done(2)
+    assert kit.crew.await_none(URLS[0], 0.0)
+    assert kit.crew.rids(URLS[1]) == []
+
+
+def test_an_actor_that_does_not_follow_is_killed(make_crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolloutsync.actors._STAND_S", 0.05)
+    kit = make_crew(clock=Clock())
+    kit.links[0].stall()
+    kit.fleet.close_gate(object(), GateMode.ABORT)
+    assert kit.links[0].kills == [True]
+    assert kit.links[1].kills == []
+
+
+def test_jobs_are_aborted_where_they_are(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink(room=40), ScriptedLink("actor-1", room=40)])
+    kit.group(2, job=1)
+    kit.group(2, job=2)
+    eventually(lambda: [len(link.tasks) for link in kit.links] == [2, 2], "each has a job")
+    kit.crew.abort(lambda order: order.job == 1, 1.0)
+    assert [link.aborted for link in kit.links if link.tasks[0].job == 1] == [[[1]]]
+    assert [link.aborted for link in kit.links if link.tasks[0].job == 2] == [[]]
+
+
+def test_sockets_are_cut_where_an_engine_is_used(make_crew: MakeCrew) -> None:
+    kit = make_crew()
+    kit.crew.cut(URLS[1])
+    assert [link.cuts for link in kit.links] == [[], [URLS[1]]]
+
+
+def test_errors_of_samples_are_delivered(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink()])
+    kit.orders(1)
+    (task,) = kit.links[0].await_tasks(1)
+    kit.links[0].say([made(task, Status.FAILED, error=RolloutError("no"))])
+    assert str(kit.await_done(1)[0].error) == "no"
