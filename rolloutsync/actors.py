@@ -189,7 +189,7 @@ class Actors:
     def stand(self, standing: Standing, *, wait: bool) -> None:
         """Make it hold everywhere; with ``wait``, block until it does. An actor that does not follow is killed."""
         with self._lock:
-            if self._standing is None or standing.number <= self._standing.number:
+            if self._closed or self._standing is None or standing.number <= self._standing.number:
                 return
             self._standing = standing
             there = [lane for lane in self._lanes if lane.state is LaneState.UP]
@@ -244,10 +244,16 @@ class Actors:
     # --- the end ---
 
     def dismiss(self, timeout: float) -> None:
-        """Let every actor end what it has, and end it. Blocks for about ``timeout`` seconds at most."""
+        """Let every actor end what it has, and end it. Blocks for about ``timeout`` seconds at most.
+
+        One that is not there has nothing to end, and is not waited for.
+        """
         with self._lock:
-            lanes = [lane for lane in self._lanes if lane.state is not LaneState.GONE]
-        fan_out(f"{self._name}-close", [_bind_close(lane, timeout) for lane in lanes])
+            there = [lane for lane in self._lanes if lane.state is LaneState.UP]
+            away = [lane for lane in self._lanes if lane.state is LaneState.JOINING]
+        for lane in away:
+            lane.link.kill(restart=False)
+        fan_out(f"{self._name}-close", [_bind_close(lane, timeout) for lane in there])
 
     def abandoned(self) -> list[Work]:
         """Kill what has not ended; the tasks that nobody will answer any more."""

@@ -115,28 +115,40 @@ class Crew(Actors):
             self._changed.notify_all()
 
     def _put(self, works: list[Work], *, first: bool = False) -> None:
+        """Let them wait; what is called off ends at once.
+
+        Judged one by one: 1. the gate is closed here, 2. it opens, others are admitted, 3. all that waits is dropped
+        would drop those others.
+        """
         lines: dict[tuple[int, int], list[Work]] = defaultdict(list)
-        for work in works:
-            lines[work.order.job, work.order.priority].append(work)
+        off: list[Work] = []
         with self._lock:
+            for work in works:
+                called_off = self._closed or self._fleet.calls_off(work.order)
+                (off if called_off else lines[work.order.job, work.order.priority]).append(work)
             for (job, priority), line in lines.items():
                 self._waiting.put(line, job=job, priority=priority, first=first)
             self._changed.notify_all()
-        if self.is_closed or self._fleet.gate is GateMode.ABORT:
-            self.drop()
+        for work in off:
+            self._end(work, work.order.blank())
+
+    def _put_back(self, works: list[Work]) -> None:
+        """Let them wait before all else of their jobs, in their old order."""
+        for work in works:
+            work.order.life.now(Doing.QUEUED, self._clock.monotonic())
+        self._put(works, first=True)
 
     def _again(self, works: list[Work], reason: str, lane: Lane) -> None:
-        """Put what an actor was lost with before all else, unless it is called off, or that has been often enough."""
+        """Put back what an actor was lost with, unless that has been often enough."""
+        back: list[Work] = []
         for work in works:
             work.deaths += 1
-            work.order.life.now(Doing.QUEUED, self._clock.monotonic())
-            if self._fleet.calls_off(work.order):
-                self._end(work, work.order.blank())
-            elif work.deaths >= self._policy.max_attempts:
-                words = f"{work.deaths} actors were lost with this sample, the last {lane.name}: {reason}"
-                self._fail(work, RolloutError(words, engine=work.order.life.engine, rid=work.order.life.rid))
-            else:
-                self._put([work], first=True)
+            if work.deaths < self._policy.max_attempts or self._fleet.calls_off(work.order):
+                back.append(work)
+                continue
+            words = f"{work.deaths} actors were lost with this sample, the last {lane.name}: {reason}"
+            self._fail(work, RolloutError(words, engine=work.order.life.engine, rid=work.order.life.rid))
+        self._put_back(back)
 
     # --- tasks out ---
 
@@ -228,11 +240,13 @@ class Crew(Actors):
             ended = [(lane.tasks.pop(key), sample) for key, sample in report.ended if key in lane.tasks]
             lane.room = report.room
             self._changed.notify_all()
+        back: list[Work] = []
         for work, sample in ended:
             if self._bounces(work, sample):
-                self._put([work], first=True)
+                back.append(work)
             else:
                 self._end(work, sample)
+        self._put_back(back)
 
     def _bounces(self, work: Work, sample: Sample) -> bool:
         """Whether the actor had no live engine for it: another may have one, or this one in a while."""

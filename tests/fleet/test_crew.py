@@ -325,3 +325,62 @@ def test_errors_of_samples_are_delivered(make_crew: MakeCrew) -> None:
     (task,) = kit.links[0].await_tasks(1)
     kit.links[0].say([made(task, Status.FAILED, error=RolloutError("no"))])
     assert str(kit.await_done(1)[0].error) == "no"
+
+
+def test_an_order_that_is_put_back_while_the_gate_reopens_drops_nobody_elses(
+    make_crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A sees that the gate is closed. 2. It opens, B is admitted. 3. A drops what waits: not B."""
+    link = ScriptedLink(up=False)
+    kit = make_crew(links=[link])
+    token = object()
+    kit.fleet.close_gate(token, GateMode.ABORT)
+    drop = kit.crew.drop
+
+    def late(job: int | None = None) -> None:
+        kit.fleet.open_gate(token)
+        kit.orders(1, job=2)
+        drop(job)
+
+    monkeypatch.setattr(kit.crew, "drop", late)
+    kit.orders(1, job=1)
+    monkeypatch.undo()
+    kit.fleet.open_gate(token)
+    assert [sample.status for sample in kit.await_done(1)] == [Status.ABORTED]
+    assert [each.job for each in kit.open()] in ([], [2])
+
+
+def test_what_an_actor_is_lost_with_goes_first(make_crew: MakeCrew) -> None:
+    """In its old order, before what has waited."""
+    link = ScriptedLink(room=4)
+    kit = make_crew(links=[link])
+    orders = kit.orders(20)
+    assert [task.index for task in link.await_tasks(12)] == [each.index for each in orders[:12]]
+    link.say(placed=[at(link.tasks[0], URLS[0])])
+    eventually(lambda: orders[0].life.engine == URLS[0], "it is heard")
+    kit.lose(link)
+    assert link.spoken_to[1] == link.incarnation
+    link.tasks.clear()
+    kit.rise(link)
+    assert [task.index for task in link.await_tasks(12)] == [each.index for each in orders[:12]]
+
+
+def test_close_while_actors_are_still_starting(make_crew: MakeCrew) -> None:
+    """Nobody waits for them."""
+    kit = make_crew(links=[ScriptedLink(up=False), ScriptedLink("actor-1")])
+    kit.orders(1)
+    kit.fleet.close()
+    kit.crew.close()
+    assert kit.crew.join(Deadline.after(FakeClock(), None)) == []
+    assert set(kit.links[0].kills) == {False}
+
+
+def test_a_gate_that_opens_after_the_end_asks_nobody(make_crew: MakeCrew) -> None:
+    kit = make_crew(links=[ScriptedLink()])
+    token = object()
+    kit.fleet.close_gate(token, GateMode.HOLD)
+    kit.fleet.close()
+    kit.crew.close()
+    count = len(kit.links[0].standings)
+    kit.fleet.open_gate(token)
+    assert len(kit.links[0].standings) == count
