@@ -211,17 +211,21 @@ class Crew(Actors):
         return _task(key, work.order)
 
     def _hand_over(self, lane: Lane, incarnation: str, tasks: list[Task]) -> None:
-        keys = [task.key for task in tasks]
         try:
-            lane.link.take(tasks, incarnation, lambda error: self._not_taken(lane, keys, error))
+            lane.link.take(tasks, incarnation, lambda error: self._not_taken(lane, incarnation, tasks, error))
         except Exception as error:  # noqa: BLE001 - whatever a user's objects raise when they are pickled
-            self._not_taken(lane, keys, error)
+            self._not_taken(lane, incarnation, tasks, error)
 
-    def _not_taken(self, lane: Lane, keys: list[int], error: Exception) -> None:
-        """They did not arrive: the actor is lost, or they don't pickle."""
+    def _not_taken(self, lane: Lane, incarnation: str, tasks: list[Task], error: Exception) -> None:
+        """None of them did arrive: the actor is lost, or one of them does not pickle. Which one, they tell alone."""
+        lost = isinstance(error, LinkLost)
+        if not lost and len(tasks) > 1:
+            for task in tasks:
+                self._hand_over(lane, incarnation, [task])
+            return
         with self._lock:
-            works = [lane.tasks.pop(key) for key in keys if key in lane.tasks]
-        if isinstance(error, LinkLost):
+            works = [lane.tasks.pop(task.key) for task in tasks if task.key in lane.tasks]
+        if lost:
             self._again(works, str(error), lane)
             return
         for work in works:

@@ -18,6 +18,7 @@ from tests.background import in_thread
 from tests.fakes import FakeClock
 from tests.fleet.links import ScriptedLink
 from tests.fleet.scripted import URLS, ScriptedCrew, at, made
+from tests.unit.makers import prompt
 from tests.wire import eventually
 
 MakeCrew = Callable[..., ScriptedCrew]
@@ -384,3 +385,39 @@ def test_a_gate_that_opens_after_the_end_asks_nobody(make_crew: MakeCrew) -> Non
     count = len(kit.links[0].standings)
     kit.fleet.open_gate(token)
     assert len(kit.links[0].standings) == count
+
+
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise TypeError("it holds a lock")
+
+
+def test_what_does_not_pickle_fails_alone(make_crew: MakeCrew) -> None:
+    link = ScriptedLink(up=False, room=16)
+    kit = make_crew(links=[link])
+    bad = kit.order(prompt=prompt(metadata={"x": Unpicklable()}))
+    kit.admit(kit.order(), bad, kit.order(), kit.order())
+    link.rise()
+    assert len(link.await_tasks(3)) == 3
+    (sample,) = kit.await_done(1)
+    assert kit.done[0][0] is bad
+    assert "could not be sent to actor actor-0: TypeError: it holds a lock" in str(sample.error)
+
+
+def test_what_does_not_unpickle_fails_alone(make_crew: MakeCrew) -> None:
+    """The actor says so later, of all that were in the message; the others are sent alone."""
+    link = ScriptedLink(up=False, room=16)
+    kit = make_crew(links=[link])
+    bad = kit.order()
+    kit.admit(kit.order(), bad, kit.order())
+    link.rise()
+    link.await_tasks(3)
+    link.failures[0](ImportError("no module named mine"))
+    link.await_tasks(6)
+    assert link.parcels == [3, 1, 1, 1]
+    link.failures[2](ImportError("no module named mine"))
+    (sample,) = kit.await_done(1)
+    assert kit.done[0][0] is bad
+    assert "ImportError: no module named mine" in str(sample.error)
+    link.say([made(task) for task in link.tasks[3:]])
+    assert len(kit.await_done(3)) == 3
