@@ -110,6 +110,7 @@ class Actors:
                 lane.incarnation, lane.place = hello.incarnation, hello.place
                 if self._standing is standing:
                     lane.state, lane.reason, lane.room = LaneState.UP, "", hello.room
+                    lane.stood, lane.loose, lane.killed = standing.number, False, False
                     self._changed.notify_all()
                     break
         log.info("actor %s is up: %s", lane.name, hello.place)
@@ -119,6 +120,7 @@ class Actors:
         """An actor is away: its tasks go elsewhere, once what they left at engines has been told to end."""
         with self._lock:
             new = lane.state is LaneState.UP or lane.reason != reason
+            lane.loose |= lane.state is LaneState.UP and not lane.killed
             lane.state, lane.reason, lane.room = LaneState.JOINING, reason, 0
             works, lane.tasks = list(lane.tasks.values()), {}
             self._changed.notify_all()
@@ -187,21 +189,58 @@ class Actors:
     # --- what concerns all ---
 
     def stand(self, standing: Standing, *, wait: bool) -> None:
-        """Make it hold everywhere; with ``wait``, block until it does. An actor that does not follow is killed."""
+        """Make it hold everywhere; with ``wait``, block until it does. An actor that does not follow is killed.
+
+        1. A makes a standing that closes the gate. 2. B makes another and sends it first. 3. A's is old by now and is
+        not sent; but A counts on a closed gate, so B's is sent once more and waited for. Actors take it in once.
+        """
         with self._lock:
-            if self._closed or self._standing is None or standing.number <= self._standing.number:
+            if self._closed or self._standing is None:
                 return
-            self._standing = standing
+            if standing.number > self._standing.number:
+                self._follow_locked(standing)
+            elif not wait:
+                return
+            newest = self._standing
             there = [lane for lane in self._lanes if lane.state is LaneState.UP]
-            self._changed.notify_all()
-        sent = [(lane, lane.link.stand(standing)) for lane in there]
+            loose = self._take_loose_locked() if newest.mode != "open" else []
+        for lane in loose:
+            log.warning("actor %s cannot be told to stop, and is killed", lane.name)
+            lane.link.kill(restart=True)
+        sent = [(lane, lane.link.stand(newest)) for lane in there]
+        if wait:
+            self._await_held(newest, sent)
+
+    def _follow_locked(self, standing: Standing) -> None:
+        before, self._standing = self._standing, standing
+        if before is None or (before.mode == "open") != (standing.mode == "open"):
+            for lane in self._lanes:
+                lane.due = standing.number
+        self._changed.notify_all()
+
+    def _take_loose_locked(self) -> list[Lane]:
+        """Actors that are out of reach while their processes may live on. Each is told of once."""
+        loose = [lane for lane in self._lanes if lane.loose and lane.state is LaneState.JOINING]
+        for lane in loose:
+            lane.loose = False
+        return loose
+
+    def _await_held(self, standing: Standing, sent: list[tuple[Lane, Callable[[float], None]]]) -> None:
         until = Deadline.after(self._clock, _STAND_S)
-        for lane, holds in sent if wait else ():
+        for lane, holds in sent:
             try:
                 holds(until.remaining() or 0.0)
             except Exception as error:  # noqa: BLE001 - whatever it was: nobody knows what this actor sends now
                 log.warning("actor %s does not follow, and is killed: %s", lane.name, error)
+                lane.killed = True
                 lane.link.kill(restart=True)
+            else:
+                self._stands(lane, standing)
+
+    def _stands(self, lane: Lane, standing: Standing) -> None:
+        with self._lock:
+            lane.stood = max(lane.stood, standing.number)
+            self._changed.notify_all()
 
     def abort(self, of: Callable[[Order], bool], timeout: float) -> None:
         """Abort the jobs of some orders, and block until their requests have ended, or were cut at the timeout."""

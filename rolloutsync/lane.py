@@ -51,7 +51,12 @@ class Lane:
     incarnation: str | None = None  # the last that was spoken to
     room: int = 0
     tasks: dict[int, Work] = field(default_factory=dict)  # by key
-    losses: int = 0
+    due: int = 0  # number of the standing that last opened the gate, or closed it
+    stood: int = (
+        -1
+    )  # number of the last standing that it is known to follow: it gets nothing before that is the one due
+    killed: bool = False  # by us, and not back yet
+    loose: bool = False  # lost while it may live on, and send what it has been given
     thread: threading.Thread | None = None
 
     @property
@@ -60,9 +65,14 @@ class Lane:
         return self.link.name
 
     @property
+    def open(self) -> bool:
+        """Whether it knows that tasks may come."""
+        return self.state is LaneState.UP and self.stood >= self.due
+
+    @property
     def free(self) -> int:
         """Tasks that it may be given now."""
-        if self.state is not LaneState.UP or self.room <= 0:
+        if not self.open or self.room <= 0:
             return 0
         return self.room + max(_AHEAD, self.room // 8) - len(self.tasks)
 
@@ -84,7 +94,9 @@ def choose_lane(lanes: Iterable[Lane], group: Group) -> Lane | None:
     """
     able = [lane for lane in lanes if lane.free > 0]
     home = next((lane for lane in lanes if lane.name == group.home), None)
-    if home is not None and (home in able or (group.sticky and home.state is LaneState.UP)):
+    if home is not None and group.sticky and home.state is LaneState.UP:
+        return home if home.open else None
+    if home is not None and home in able:
         return home
     best = min(able, key=lambda lane: lane.load, default=None)
     if best is not None:

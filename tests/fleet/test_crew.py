@@ -421,3 +421,49 @@ def test_what_does_not_unpickle_fails_alone(make_crew: MakeCrew) -> None:
     assert "ImportError: no module named mine" in str(sample.error)
     link.say([made(task) for task in link.tasks[3:]])
     assert len(kit.await_done(3)) == 3
+
+
+def test_a_gate_that_closed_twice_at_once_holds_when_either_call_returns(make_crew: MakeCrew) -> None:
+    """1. A makes a standing. 2. B makes and sends a newer one. 3. A sees that it is old: it must still hold."""
+    link = ScriptedLink()
+    kit = make_crew(links=[link])
+    link.stall()
+    with kit.fleet._lock:
+        kit.fleet._gate.close(object(), GateMode.HOLD)
+    older = kit.fleet.standing()
+    newer = kit.fleet.standing()
+    kit.crew.stand(newer, wait=False)
+    late = in_thread(lambda: kit.crew.stand(older, wait=True))
+    eventually(lambda: len(link.standings) == 3, "it is asked again")
+    assert not late.done()
+    assert link.standings[-1].number == newer.number
+    link.acknowledge()
+    late.result(5.0)
+
+
+def test_nobody_gets_a_task_before_it_knows_that_the_gate_is_open(make_crew: MakeCrew) -> None:
+    """1. The gate opens here. 2. An order comes. 3. An actor whose gate is still closed would end it ABORTED."""
+    link = ScriptedLink()
+    kit = make_crew(links=[link])
+    token = object()
+    kit.fleet.close_gate(token, GateMode.ABORT)
+    link.stall()
+    opening = in_thread(lambda: kit.fleet.open_gate(token))
+    eventually(lambda: link.standings[-1].mode == "open", "it is told")
+    kit.orders(1)
+    kit.look()
+    assert not link.tasks
+    link.acknowledge()
+    opening.result(5.0)
+    link.await_tasks(1)
+
+
+def test_an_actor_that_is_out_of_reach_when_the_gate_closes_is_killed(make_crew: MakeCrew) -> None:
+    """Its process may live on and send what it has been given: nobody can tell it to stop."""
+    kit = make_crew()
+    kit.lose(kit.links[0])
+    kit.fleet.close_gate(object(), GateMode.ABORT)
+    assert kit.links[0].kills == [True]
+    kit.fleet.close_gate(object(), GateMode.ABORT)
+    assert kit.links[0].kills == [True]
+    assert kit.links[1].kills == []
