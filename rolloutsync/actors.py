@@ -71,6 +71,7 @@ class Actors:
         with self._lock:
             self._lanes, self._standing = lanes, standing
             for lane in lanes:
+                lane.born = tuple(lane.urls)
                 lane.thread = start_thread(
                     f"{self._name}-{lane.name}", _bind(self._serve, lane), stack_bytes=STACK_BYTES
                 )
@@ -106,6 +107,7 @@ class Actors:
                 standing, before = self._standing, lane.incarnation
             assert standing is not None
             hello = lane.link.hello(standing, before)
+            self._tell_members(lane)
             with self._lock:
                 lane.incarnation, lane.place = hello.incarnation, hello.place
                 if self._standing is standing:
@@ -115,6 +117,14 @@ class Actors:
                     break
         log.info("actor %s is up: %s", lane.name, hello.place)
         return hello.incarnation
+
+    def _tell_members(self, lane: Lane) -> None:
+        """A new process knows the engines of its birth alone."""
+        with self._lock:
+            add = [url for url in lane.urls if url not in lane.born]
+            remove = [url for url in lane.born if url not in lane.urls]
+        if add or remove:
+            lane.link.members(add=add, remove=remove)
 
     def _lose(self, lane: Lane, reason: str) -> None:
         """An actor is away: its tasks go elsewhere, once what they left at engines has been told to end."""
@@ -167,9 +177,14 @@ class Actors:
     # --- engines ---
 
     def join_engine(self, url: str, host: str) -> None:
-        """Give an engine to the actor that has the fewest, one on the same host if there is; shared: to all."""
+        """Give an engine to the actor that has the fewest, one on the same host if there is; shared: to all.
+
+        Once: nothing is done where it has been given.
+        """
         with self._lock:
             there = [lane for lane in self._lanes if lane.state is not LaneState.GONE]
+            if any(url in lane.urls for lane in there):
+                return
             near = [lane for lane in there if lane.host == host] or there
             chosen = there if self._shared else sorted(near, key=lambda lane: len(lane.urls))[:1]
             for lane in chosen:

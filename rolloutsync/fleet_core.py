@@ -201,6 +201,8 @@ class FleetCore(Core):
                 lanes = self._recruit([engine.url for engine in self.fleet.engines()])
                 self.fleet.crew = self.workers
                 self.workers.hire(lanes, self.fleet.standing())
+                for engine in self.fleet.engines() if lanes else ():  # one may have come meanwhile
+                    self.workers.join_engine(engine.url, urlsplit(engine.url).hostname or "")
         self.fleet.publish()  # what has changed since
 
     def dump(self) -> Any:

@@ -45,6 +45,7 @@ class Lane:
     link: Link
     host: str = ""  # where it runs, as engines' URLs name it
     urls: list[str] = field(default_factory=list)
+    born: tuple[str, ...] = ()  # the engines that each new process of its begins with
     state: LaneState = LaneState.JOINING
     reason: str = ""
     place: str = ""

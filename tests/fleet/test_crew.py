@@ -467,3 +467,17 @@ def test_an_actor_that_is_out_of_reach_when_the_gate_closes_is_killed(make_crew:
     kit.fleet.close_gate(object(), GateMode.ABORT)
     assert kit.links[0].kills == [True]
     assert kit.links[1].kills == []
+
+
+def test_a_new_process_learns_its_engines_again(make_crew: MakeCrew) -> None:
+    """It begins with what its constructor was told: engines that it was given since are named again."""
+    kit = make_crew()
+    kit.crew.join_engine("http://127.0.0.1:3", "")
+    kit.crew.leave_engine(URLS[0])
+    link = kit.links[0]
+    assert link.changes == [(["http://127.0.0.1:3"], []), ([], [URLS[0]])]
+    kit.lose(link)
+    link.changes.clear()
+    kit.rise(link)
+    assert link.changes == [(["http://127.0.0.1:3"], [URLS[0]])]
+    assert kit.links[1].changes == []
