@@ -112,7 +112,8 @@ class Actors:
                 lane.incarnation, lane.place = hello.incarnation, hello.place
                 if self._standing is standing:
                     lane.state, lane.reason, lane.room = LaneState.UP, "", hello.room
-                    lane.stood, lane.loose, lane.killed = standing.number, False, False
+                    lane.stood = lane.heard = standing.number
+                    lane.loose = lane.killed = False
                     self._changed.notify_all()
                     break
         log.info("actor %s is up: %s", lane.name, hello.place)
@@ -272,14 +273,15 @@ class Actors:
             lane.link.cut(url)
 
     def rids(self, url: str, of: Callable[[Order], bool] = lambda _: True) -> list[str]:
-        """Ids of requests that are at an engine, or may be: of a task that has just been sent nobody knows where."""
+        """Ids of requests that are at an engine, or may be."""
         with self._lock:
-            orders = [(work.order, lane) for lane in self._lanes for work in lane.tasks.values() if of(work.order)]
-            return [
-                order.life.rid or "not known yet"
-                for order, lane in orders
-                if order.life.engine == url or (order.life.engine is None and url in lane.urls)
+            lives = [
+                work.order.life
+                for lane in self._lanes
+                for work in lane.tasks.values()
+                if lane.may_be_at(work, url) and of(work.order)
             ]
+            return [life.rid or "not known yet" for life in lives]
 
     def in_flight(self) -> Counter[str]:
         """Requests by the engine that they are known to be at."""

@@ -242,7 +242,7 @@ class Crew(Actors):
                     life.rid, life.engine, life.attempts = placed.rid, placed.engine, placed.attempts
                     life.now(Doing.ENGINE, now)
             ended = [(lane.tasks.pop(key), sample) for key, sample in report.ended if key in lane.tasks]
-            lane.room = report.room
+            lane.room, lane.heard = report.room, max(lane.heard, report.number)
             self._changed.notify_all()
         back: list[Work] = []
         for work, sample in ended:

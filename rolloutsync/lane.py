@@ -56,6 +56,7 @@ class Lane:
     stood: int = (
         -1
     )  # number of the last standing that it is known to follow: it gets nothing before that is the one due
+    heard: int = -1  # number of the standing under which its last report was made
     killed: bool = False  # by us, and not back yet
     loose: bool = False  # lost while it may live on, and send what it has been given
     thread: threading.Thread | None = None
@@ -81,6 +82,15 @@ class Lane:
     def load(self) -> float:
         """Tasks there for each that its engines take at once."""
         return len(self.tasks) / self.room if self.room > 0 else float("inf")
+
+    def may_be_at(self, work: Work, url: str) -> bool:
+        """Whether a task has its request at an engine, as far as anybody knows.
+
+        Of one that has just been sent nobody knows where it is; of what was heard before the gate closed neither: it may
+        have moved since.
+        """
+        engine = work.order.life.engine
+        return engine == url or (url in self.urls and (engine is None or self.heard < self.due))
 
     def __str__(self) -> str:
         tail = f": {self.reason}" if self.reason else ""

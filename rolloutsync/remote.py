@@ -61,11 +61,14 @@ class Report:
         ended: (key, sample) of tasks that have ended, each exactly once.
         placed: Requests that have left since the last report.
         room: Requests that its live engines take at once.
+        number: Of the standing that held when it was made. If that closes the gate, all that had left before has been
+            reported by now, and nothing has left since.
     """
 
     ended: list[tuple[int, Sample]]
     placed: list[Placed]
     room: int
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -67,6 +67,8 @@ class Station:
         self._ended: list[tuple[int, Sample]] = []
         self._placed: list[Placed] = []
         self._room = -1  # as of the last report
+        self._stands = -1  # number of the standing that holds
+        self._told = -1  # as of the last report
         self._groups: OrderedDict[int, Group] = OrderedDict()
         self._stops: dict[int, Stop] = {}
         self._reader = 0  # number of the newest: an older one, whose driver has lost it, takes nothing any more
@@ -174,13 +176,16 @@ class Station:
         while True:
             room = self._live_room()
             with self._changed:
-                if not (self._closed or self._reader != me or self._ended or self._placed or room != self._room):
+                if not (self._closed or self._reader != me or self._has_news_locked(room)):
                     self._core.clock.wait(self._changed, _LOOK_S)
                 if self._reader != me or (self._closed and not self._ended):
                     return None
-                if self._ended or self._placed or room != self._room:
-                    self._room = room
-                    return Report(self._portion_locked(), self._taken_locked(), room)
+                if self._has_news_locked(room):
+                    self._room, self._told = room, self._stands
+                    return Report(self._portion_locked(), self._taken_locked(), room, self._told)
+
+    def _has_news_locked(self, room: int) -> bool:
+        return bool(self._ended or self._placed or room != self._room or self._told != self._stands)
 
     def _portion_locked(self) -> list[tuple[int, Sample]]:
         """What has ended; of large samples so many that a report stays of a size that an object store likes."""
@@ -212,6 +217,18 @@ class Station:
                 self._standing = standing
             self._follow_weights(before, standing)
             self._follow_gate(before, standing)
+            self._tell(standing)
+
+    def _tell(self, standing: Standing) -> None:
+        """Report that it holds, and where all is that has left: some of it may be about to say so itself."""
+        leases = self._core.fleet.leases() if standing.mode != "open" else []
+        with self._changed:
+            for lease in leases:
+                life = lease.order.life
+                if isinstance(life, _TaskLife):
+                    self._placed.append(Placed(life.key, lease.rid, lease.engine.front, life.attempts))
+            self._stands = standing.number
+            self._changed.notify_all()
 
     def _follow_weights(self, before: Standing, now: Standing) -> None:
         fleet, news = self._core.fleet, now.expected != before.expected

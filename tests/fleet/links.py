@@ -322,8 +322,9 @@ class ScriptedLink:
     def say(
         self, ended: Iterable[tuple[int, Sample]] = (), placed: Iterable[Placed] = (), room: int | None = None
     ) -> None:
+        number = self.standings[-1].number
         with self._changed:
-            report = Report(list(ended), list(placed), self.room if room is None else room)
+            report = Report(list(ended), list(placed), self.room if room is None else room, number)
             self._reports.append(report)
             self._changed.notify_all()
 

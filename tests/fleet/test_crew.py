@@ -481,3 +481,19 @@ def test_a_new_process_learns_its_engines_again(make_crew: MakeCrew) -> None:
     kit.rise(link)
     assert link.changes == [(["http://127.0.0.1:3"], [URLS[0]])]
     assert kit.links[1].changes == []
+
+
+def test_where_a_task_was_is_not_where_it_is(make_crew: MakeCrew) -> None:
+    """1. It is at one engine. 2. It moves to another. 3. The gate closes. 4. Only then the driver hears of the move."""
+    kit = make_crew(links=[ScriptedLink()], shared=True)
+    link, token = kit.links[0], object()
+    kit.orders(1)
+    (task,) = link.await_tasks(1)
+    link.say(placed=[at(task, URLS[0])])
+    eventually(lambda: kit.crew.rids(URLS[1]) == [], "it is at the first")
+    kit.fleet.close_gate(token, GateMode.ABORT)
+    assert len(kit.crew.rids(URLS[1])) == 1
+    link.say(placed=[at(task, URLS[1])])
+    eventually(lambda: kit.crew.rids(URLS[0]) == [], "it is at the second")
+    assert len(kit.crew.rids(URLS[1])) == 1
+    kit.fleet.open_gate(token)
