@@ -252,7 +252,7 @@ class LaunchedEngine:
     def _begin(self, plan: LaunchPlan) -> None:
         with self._lock:
             if self._stopped.is_set():
-                raise self._error("was stopped")
+                raise self.failure("was stopped")
             self._plan = plan
             command = plan.command(self.port)
             heading = f"rolloutsync starts: {' '.join(blanked(command))}"
@@ -264,11 +264,11 @@ class LaunchedEngine:
         while answer != "200":
             answer = self._probe(deadline.within(_PROBE_S))
             if self._stopped.is_set():
-                raise self._error("was stopped before it was ready")
+                raise self.failure("was stopped before it was ready")
             if self.poll() is not None:
-                raise self._error(f"{_told(self.poll())} before it was ready")
+                raise self.failure(f"{_told(self.poll())} before it was ready")
             if answer != "200" and deadline.expired:
-                raise self._error(f"was not ready within {self._plan.ready_timeout:g} s; /health: {answer}")
+                raise self.failure(f"was not ready within {self._plan.ready_timeout:g} s; /health: {answer}")
             if answer != "200":
                 self._clock.sleep(_POLL_S, self._stopped)
         if self._process is not None:
@@ -291,7 +291,8 @@ class LaunchedEngine:
         if process is not None:
             process.end(how)
 
-    def _error(self, what: str) -> EngineLaunchError:
+    def failure(self, what: str) -> EngineLaunchError:
+        """An error about this engine, with its command and the end of its log."""
         command = blanked(self._plan.command(self.port))
         return EngineLaunchError(
             f"{self.kind} {what}; command: {clip(' '.join(command), _COMMAND_SHOWN)}",

@@ -15,7 +15,8 @@ SIGTERM            the command gets SIGTERM, and what still runs after GRACE_S i
 SIGINT, SIGHUP     all are killed
 end of the parent  all are killed
 end of the command what it leaves behind gets ``_ORPHANS_S`` to end by itself, then is killed
-SIGUSR2            nothing; files in /dev/shm that they use are noted, and removed at the end
+SIGUSR2            nothing; the files in /dev/shm that they use are noted, to be removed at the
+                   end, and a line is written to STATUS_FD
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def guard(parent: int, status: int, grace: float, command: list[str]) -> None:
     shared = SharedFiles()
     child = start(command)
     os.write(status, b"%d\n" % child)
-    serve(watch, shared, child)
+    serve(watch, shared, child, status)
     shared.look()
     if signal.SIGTERM in watch.told:
         _send(child, signal.SIGTERM)
@@ -153,15 +154,18 @@ def start(command: list[str]) -> int:
         os._exit(_NOT_RUN)
 
 
-def serve(watch: Watch, shared: SharedFiles, child: int) -> None:
+def serve(watch: Watch, shared: SharedFiles, child: int, status: int) -> None:
     """Wait until the command ends, or is to end."""
     look_at = time.monotonic() + _LOOK_S
     while child not in watch.ended and not watch.is_hurried and signal.SIGTERM not in watch.told:
         watch.wait(_POLL_S)
-        if signal.SIGUSR2 in watch.told or time.monotonic() > look_at:
+        asked = signal.SIGUSR2 in watch.told
+        if asked or time.monotonic() > look_at:
             watch.told.discard(signal.SIGUSR2)
             look_at = time.monotonic() + _LOOK_S
             shared.look()
+        if asked:
+            os.write(status, b"noted\n")
 
 
 def await_end(watch: Watch, seconds: float, is_over: Callable[[], bool]) -> None:

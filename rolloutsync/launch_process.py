@@ -34,7 +34,7 @@ class GuardedProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, grace: float, heading: str) -> None:
         self._grace = grace
-        # _lock guards: _status, a pipe that ends with the guards. Held while they are awaited, by those who all do.
+        # _lock guards: _status, a pipe that ends with the guards. Held while they are awaited.
         self._lock = threading.Lock()
         self.log_start = 0  # offset of its first byte
         read, write = os.pipe()
@@ -85,14 +85,21 @@ class GuardedProcess:
         except subprocess.TimeoutExpired:
             return None
         with self._lock:  # where somebody killed the outer guard, the inner one is still at it
-            if not self._status.closed:
-                self._readable(_KILL_S / 2)
-                self._status.close()
+            while not self._status.closed:
+                if not self._readable(_KILL_S / 2) or not self._status.read(32):
+                    self._status.close()
         return code
 
     def note_shared_files(self) -> None:
-        """Have the guard look which files in /dev/shm it uses, so that they are removed however it ends."""
-        self._guard.send_signal(signal.SIGUSR2)
+        """Have the guard look which files in /dev/shm it uses, so that they are removed however it ends.
+
+        Blocks until the guard has looked: milliseconds.
+        """
+        with self._lock:
+            if not self._status.closed:
+                self._guard.send_signal(signal.SIGUSR2)
+                if self._readable(_START_S):
+                    self._status.read(32)
 
     def end(self, how: int = POLITELY) -> None:
         """End it and all that it started: ``POLITELY`` or ``AT_ONCE``. Blocks until all is gone."""
