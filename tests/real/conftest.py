@@ -30,7 +30,7 @@ from .launch import CPU, Device, RealEngine, start_all, stop_all
 from .network import Namespace
 from .raw_vllm import settle_vllm
 from .vllm import CPU as VLLM_CPU
-from .vllm import FULL, HEADER_IDS, PlainVllm, VllmEngine
+from .vllm import FULL, HEADER_IDS, PlainVllm, VllmEngine, slowed
 
 LLAMA_ENGINES = 2
 MOE_FLAGS = ("--enable-return-routed-experts",)
@@ -257,6 +257,13 @@ def vllm(real_vllm: list[RealEngine]) -> Iterator[RealEngine]:
     yield engine
     engine.check_alive()
     settle_vllm(engine.url)
+
+
+@pytest.fixture
+def slow_vllm(vllm: RealEngine) -> Iterator[None]:
+    """The vLLM engine is five times slower in this test."""
+    with slowed(vllm):
+        yield
 
 
 @pytest.fixture

@@ -113,7 +113,13 @@ class RawVllm:
 
     def await_counts(self, running: int, waiting: int = 0) -> None:
         """Polls until so many requests run and wait."""
-        await_equal(self.counts, (running, waiting), f"{self.url}: running and waiting")
+        await_equal(self.counts, (running, waiting), f"{self.url}: running and waiting", self.story)
+
+    def story(self) -> str:
+        """What has become of the generations that were begun."""
+        ended = [call for call in self._begun if call.done()]
+        told = [str(call.exception() or call.result().text[-300:]) for call in ended]
+        return f"{len(ended)} of {len(self._begun)} generations have ended: {told}"
 
     def await_load(self, calls: int) -> None:
         """Polls until the web server holds so many calls."""
@@ -158,11 +164,11 @@ def gauge(metrics: str, which: str) -> int:
     return int(sum(float(value) for value in values))
 
 
-def await_equal(look: Callable[[], Any], wanted: Any, what: str) -> None:
-    """Polls until a look shows what is wanted."""
+def await_equal(look: Callable[[], Any], wanted: Any, what: str, more: Callable[[], str] = str) -> None:
+    """Polls until a look shows what is wanted; `more` is asked for what to add where it does not."""
     deadline = time.monotonic() + WAIT_S
     while (seen := look()) != wanted:
-        assert time.monotonic() < deadline, f"{what} should become {wanted}; last: {seen}"
+        assert time.monotonic() < deadline, f"{what} should become {wanted}; last: {seen}; {more()}"
         time.sleep(POLL_S / 5)
 
 

@@ -69,6 +69,7 @@ def still_open(call: Any) -> bool:
 # Abort.
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_an_aborted_running_request_answers_with_what_it_has(engine: RawVllm) -> None:
     """200, the tokens so far, a logprob for each, and the usual counts."""
     (rid,) = rids(1)
@@ -82,6 +83,7 @@ def test_an_aborted_running_request_answers_with_what_it_has(engine: RawVllm) ->
     engine.await_counts(running=0)
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_an_aborted_waiting_request_answers_empty(engine: RawVllm) -> None:
     """With its counts, unlike SGLang's; the running ones go on."""
     fill(engine, waiting=0)
@@ -103,6 +105,7 @@ def test_a_request_aborted_in_its_prefill_answers_empty(engine: RawVllm, vllm: R
         assert cut(aborted(engine, rid, call)) == 0
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_only_the_exact_id_of_the_engine_is_one(engine: RawVllm) -> None:
     """Its own id for the request: not ours, and no prefix. The count echoes how many ids there were, live or not."""
     stem = uuid4().hex
@@ -116,6 +119,7 @@ def test_only_the_exact_id_of_the_engine_is_one(engine: RawVllm) -> None:
     assert not calls[1].done()
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_a_completion_is_aborted_prompt_by_prompt(engine: RawVllm) -> None:
     """`cmpl-<id>-<index>`; the id that its answer has ends nothing."""
     (rid,) = rids(1)
@@ -134,6 +138,7 @@ def test_a_completion_is_aborted_prompt_by_prompt(engine: RawVllm) -> None:
         assert 0 < len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) < 2000
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_one_id_ends_all_samples_of_its_group(engine: RawVllm) -> None:
     """On both routes."""
     rid, other = rids(2)
@@ -148,6 +153,7 @@ def test_one_id_ends_all_samples_of_its_group(engine: RawVllm) -> None:
     assert [choice["finish_reason"] for choice in answered(call)["choices"]] == ["abort"] * 3
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_an_abort_of_all_ends_running_and_waiting_and_then_finds_none(engine: RawVllm) -> None:
     """Its count is what the front end held; zero does no harm."""
     calls = fill(engine, waiting=3)
@@ -217,6 +223,7 @@ def test_the_gauges_stand_still_in_a_pause(engine: RawVllm) -> None:
 # Pause.
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_a_pause_in_abort_mode_returns_after_everything_was_answered(engine: RawVllm) -> None:
     """It is the default; running and waiting requests end with what they have."""
     calls = fill(engine, waiting=2)
@@ -250,6 +257,7 @@ def test_a_pause_in_keep_mode_holds_what_runs(engine: RawVllm) -> None:
     assert len(only(answered(call))["token_ids"]) == 1900
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_an_abort_under_a_pause_is_answered_at_once(engine: RawVllm) -> None:
     """Running, waiting and late requests alike, unlike SGLang's."""
     (late,) = rids(1)

@@ -116,6 +116,7 @@ def test_all_that_can_be_asked_for(client: RolloutClient) -> None:
     assert "stop_regex" in lacking.error.message
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_an_abort_in_flight_and_in_the_queue(client: RolloutClient, vllm: RealEngine) -> None:
     """Four come back with tokens, four without; then the engine is idle, by more than its gauges."""
     job = client.start([prompt(number) for number in range(8)], LONG)
@@ -189,6 +190,7 @@ def test_blocks_that_abort_nothing(mode: str, client: RolloutClient, vllm: RealE
     assert {(s.status, s.attempts, len(s.output_ids)) for s in samples} == {(Status.TRUNCATED, 1, 1900)}
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_a_drain_ends_our_own_pause(client: RolloutClient, vllm: RealEngine) -> None:
     """And everything that was held in it."""
     job = client.start([prompt(number) for number in range(4)], LONG)
@@ -217,6 +219,7 @@ def test_a_pause_by_somebody_else(client: RolloutClient, vllm: RealEngine) -> No
         assert [s.attempts for s in job.result()] == [1]
 
 
+@pytest.mark.usefixtures("slow_vllm")
 def test_memory_and_caches(client: RolloutClient, vllm: RealEngine) -> None:
     """Given back in a block, taken again; the engine is paused until the block ends."""
     client.flush_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ SCALE_OUT = ("--enable-scale-out",)
 LOAD_TRACKING = ("--enable-server-load-tracking",)
 CACHED_TOKENS = ("--enable-prompt-tokens-details",)
 WEIGHT_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
+_RUN_S, _STAND_S = 0.01, 0.04
 HEADER_IDS = ("--enable-request-id-headers",)
 NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 FULL = (*SCALE_OUT, *LOAD_TRACKING, *CACHED_TOKENS, *WEIGHT_TRANSFER)
@@ -86,3 +88,23 @@ def frozen(engine: RealEngine) -> Iterator[None]:
         yield
     finally:
         os.kill(worker, signal.SIGCONT)
+
+
+@contextmanager
+def slowed(engine: RealEngine) -> Iterator[None]:
+    """Its worker runs a fifth of the time: on a quick machine what runs would end between two looks at it."""
+    worker, over = process(engine, "VLLM::Worker"), threading.Event()
+
+    def brake() -> None:
+        while not over.wait(_RUN_S):
+            os.kill(worker, signal.SIGSTOP)
+            over.wait(_STAND_S)
+            os.kill(worker, signal.SIGCONT)
+
+    thread = threading.Thread(target=brake, name="brake")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
