@@ -54,6 +54,7 @@ def plan(load: Load) -> list[tuple[str, str, str]]:
     actors = max(by_threads, by_cores)
     kept_mb = load.payload_mb / _BASE64 / load.narrow
     storm_gb = flying * load.payload_mb / 1e3
+    within = f"{load.abort_s:g} s"
     nodes = max(1, math.ceil(storm_gb * 8 / load.network_gbit_s / load.abort_s))
     return [
         ("requests in flight", f"{flying:,}", f"{load.engines} engines x {load.in_flight}"),
@@ -61,28 +62,20 @@ def plan(load: Load) -> list[tuple[str, str, str]]:
         ("network, steady", f"{rate * load.payload_mb * 8 / 1e3:.1f} Gbit/s", f"{load.payload_mb:g} MB each"),
         ("actors' CPU, steady", f"{rate * each_ms / 1e3:.1f} cores", f"{each_ms:.1f} ms each"),
         ("driver's CPU, steady", f"{100 * rate * load.driver_ms / 1e3:.0f} % of a core", f"{load.driver_ms:g} ms each"),
-        ("driver's limit", f"{1e3 / load.driver_ms:,.0f} samples/s", "one interpreter"),
         ("an abort of everything", f"{storm_gb:,.0f} GB", "all answer at once, with what they have, at most in full"),
+        ("... actors' CPU", f"{storm_core_s:,.0f} core-s", f"{storm_core_s / load.abort_s:.0f} cores for {within}"),
         (
-            "... CPU",
-            f"{storm_core_s:,.0f} core-seconds",
-            f"{load.abort_s:g} s need {storm_core_s / load.abort_s:.0f} cores",
+            "... driver's CPU",
+            f"{flying * load.driver_ms / 1e3:,.0f} core-s",
+            "one interpreter: it takes at least that long",
         ),
-        ("... network", f"{nodes} nodes", f"of {load.network_gbit_s:g} Gbit/s, for {load.abort_s:g} s"),
+        ("... network", f"{nodes} nodes", f"of {load.network_gbit_s:g} Gbit/s for {within}"),
         ("actors", f"{actors}", f"{by_cores} by the abort's CPU, {by_threads} by {MOST_PER_PROCESS} in flight in each"),
         ("memory of an actor", f"{_actor_mb(load, flying / actors):,.0f} MB", "idle, threads, body budget of 2 GiB"),
         ("threads of an actor", f"{flying / actors:,.0f}", "one for each request in flight"),
-        (
-            "descriptors of an actor",
-            f"{flying / actors + _DESCRIPTORS:,.0f}",
-            "RLIMIT_NOFILE; the usual 1024 is too low",
-        ),
+        ("descriptors of an actor", f"{flying / actors + _DESCRIPTORS:,.0f}", "RLIMIT_NOFILE"),
         ("ports", f"{load.in_flight} of 28,232", "local ports to each engine's address, by Linux' default range"),
-        (
-            "kept samples",
-            f"{load.step_samples * kept_mb / 1e3:,.0f} GB",
-            f"{kept_mb:.1f} MB each, in Ray's object store",
-        ),
+        ("kept samples", f"{load.step_samples * kept_mb / 1e3:,.0f} GB", f"{kept_mb:.1f} MB each, in Ray's store"),
     ]
 
 
