@@ -67,7 +67,7 @@ def plan(load: Load) -> list[tuple[str, str, str]]:
         (
             "... driver's CPU",
             f"{flying * load.driver_ms / 1e3:,.0f} core-s",
-            "one interpreter: it takes at least that long",
+            "one interpreter: no less than that",
         ),
         ("... network", f"{nodes} nodes", f"of {load.network_gbit_s:g} Gbit/s for {within}"),
         ("actors", f"{actors}", f"{by_cores} by the abort's CPU, {by_threads} by {MOST_PER_PROCESS} in flight in each"),
