@@ -190,6 +190,7 @@ class Actors:
             chosen = there if self._shared else sorted(near, key=lambda lane: len(lane.urls))[:1]
             for lane in chosen:
                 lane.urls.append(url)
+                lane.left.pop(url, None)
         for lane in chosen:
             lane.link.members(add=[url])
 
@@ -198,7 +199,7 @@ class Actors:
         with self._lock:
             owners = [lane for lane in self._lanes if url in lane.urls]
             for lane in owners:
-                lane.urls.remove(url)
+                lane.leave(url)
         for lane in owners:
             lane.link.members(remove=[url])
 
@@ -268,7 +269,8 @@ class Actors:
     def cut(self, url: str) -> None:
         """Shut the sockets of our requests at an engine. Does not wait."""
         with self._lock:
-            lanes = [lane for lane in self._lanes if url in lane.urls and lane.state is LaneState.UP]
+            there = [lane for lane in self._lanes if lane.state is LaneState.UP]
+            lanes = [lane for lane in there if url in lane.urls or url in lane.left]
         for lane in lanes:
             lane.link.cut(url)
 
@@ -278,8 +280,8 @@ class Actors:
             lives = [
                 work.order.life
                 for lane in self._lanes
-                for work in lane.tasks.values()
-                if lane.may_be_at(work, url) and of(work.order)
+                for key, work in lane.tasks.items()
+                if lane.may_be_at(key, url) and of(work.order)
             ]
             return [life.rid or "not known yet" for life in lives]
 

@@ -92,14 +92,39 @@ class CrewFleet(Fleet):
         return new
 
     def remove(self, url: str) -> bool:
-        """As everywhere; requests of actors finish."""
-        known = super().remove(url)
+        """As everywhere; one that actors have requests at is a member until they have ended."""
+        busy = self.crew is not None and bool(self.crew.rids(url))
+        known = self._keep(url) if busy else super().remove(url)
         if self.crew is not None:
             self.crew.leave_engine(url)
         return known
 
+    def _keep(self, url: str) -> bool:
+        with self._lock:
+            slot = self._slots.get(url)
+            if slot is not None and slot.state is not EngineState.LEAVING:
+                slot.before = slot.state, slot.reason
+                slot.state, slot.reason = EngineState.LEAVING, "removed, its last requests are ending"
+        return slot is not None
+
+    def _let_leave(self) -> None:
+        """Forget engines that were removed and have nothing of ours any more."""
+        with self._lock:
+            leaving = [slot for slot in self._slots.values() if slot.state is EngineState.LEAVING]
+        ended = [slot for slot in leaving if not self.rids(slot.engine.url)]  # outside of the lock: it asks the crew
+        with self._lock:
+            for slot in ended:
+                if slot.state is EngineState.LEAVING:
+                    self._slots.pop(slot.engine.url, None)
+
+    def engines(self, *states: EngineState) -> list[Engine]:
+        """As everywhere."""
+        self._let_leave()
+        return super().engines(*states)
+
     def statuses(self) -> list[EngineStatus]:
         """As everywhere; in flight is what actors have there."""
+        self._let_leave()
         found = super().statuses()
         if self.crew is None:
             return found

@@ -45,6 +45,7 @@ class Lane:
     link: Link
     host: str = ""  # where it runs, as engines' URLs name it
     urls: list[str] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)  # engines that it had: tasks with lower keys may be there
     born: tuple[str, ...] = ()  # the engines that each new process of its begins with
     state: LaneState = LaneState.JOINING
     reason: str = ""
@@ -83,14 +84,20 @@ class Lane:
         """Tasks there for each that its engines take at once."""
         return len(self.tasks) / self.room if self.room > 0 else float("inf")
 
-    def may_be_at(self, work: Work, url: str) -> bool:
+    def may_be_at(self, key: int, url: str) -> bool:
         """Whether a task has its request at an engine, as far as anybody knows.
 
-        Of one that has just been sent nobody knows where it is; of what was heard before the gate closed neither: it may
-        have moved since.
+        Of one that has just been sent nobody knows where it is. Of what was heard before the gate closed neither: it
+        may have moved since.
         """
-        engine = work.order.life.engine
-        return engine == url or (url in self.urls and (engine is None or self.heard < self.due))
+        engine = self.tasks[key].order.life.engine
+        unsure = engine is None or self.heard < self.due
+        return engine == url or (unsure and (url in self.urls or key < self.left.get(url, 0)))
+
+    def leave(self, url: str) -> None:
+        """Its new tasks do not go to an engine any more."""
+        self.urls.remove(url)
+        self.left[url] = max(self.tasks, default=-1) + 1
 
     def __str__(self) -> str:
         tail = f": {self.reason}" if self.reason else ""
