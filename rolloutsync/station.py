@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from rolloutsync.clock import Deadline
 from rolloutsync.errors import Cut, RolloutError
@@ -26,7 +27,14 @@ _LEARN_S = 10.0
 _LOOK_S = 1.0
 _RECOVER_S = 30.0
 _GROUPS = 65536
+_ABORTED_JOBS = 4096
 _REPORT_BYTES = 64 * 2**20
+
+
+class _JobStop(Stop):
+    """The signal of one job; its orders hold it."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _TaskLife(Life):
@@ -70,7 +78,8 @@ class Station:
         self._stands = -1  # number of the standing that holds
         self._told = -1  # as of the last report
         self._groups: OrderedDict[int, Group] = OrderedDict()
-        self._stops: dict[int, Stop] = {}
+        self._stops: WeakValueDictionary[int, _JobStop] = WeakValueDictionary()
+        self._aborted: deque[_JobStop] = deque(maxlen=_ABORTED_JOBS)  # the last ones: tasks of theirs may still come
         self._reader = 0  # number of the newest: an older one, whose driver has lost it, takes nothing any more
         self._closed = False
         self._applying = threading.Lock()  # one standing after the other; held across the gate's changes
@@ -101,8 +110,8 @@ class Station:
         Raises:
             LinkLost: They are for another incarnation, or this one is closed; nothing was taken.
         """
-        self._check(incarnation)
         with self._changed:
+            self._check_locked(incarnation)
             closings = self._standing.closings
             orders = [self._order_locked(task, off=task.closings != closings) for task in tasks]
         try:
@@ -110,7 +119,7 @@ class Station:
         except (RolloutError, RuntimeError) as error:  # closed, or there is no thread to be had
             raise LinkLost(f"{len(tasks)} tasks were not taken: {error}") from error
 
-    def _check(self, incarnation: str) -> None:
+    def _check_locked(self, incarnation: str) -> None:
         if incarnation != self.incarnation:
             raise LinkLost(f"this is incarnation {self.incarnation}, not {incarnation}")
 
@@ -130,11 +139,17 @@ class Station:
             admitted_active=core.fleet.active.monotonic(),
             closings=core.fleet.closings,
             priority=task.priority,
-            stops=(self._stops.setdefault(task.job, Stop()),),
+            stops=(self._stop_locked(task.job),),
             own_stop=own_stop,
             life=_TaskLife(task.key, self),
             base=task.base,
         )
+
+    def _stop_locked(self, job: int) -> _JobStop:
+        stop = self._stops.get(job)
+        if stop is None:
+            stop = self._stops[job] = _JobStop()
+        return stop
 
     def _group_locked(self, task: Task) -> Group:
         group = self._groups.pop(task.group, None) or Group(task.size, sticky=task.sticky)
@@ -164,8 +179,8 @@ class Station:
         Raises:
             LinkLost: The news are another incarnation's.
         """
-        self._check(incarnation)
         with self._changed:
+            self._check_locked(incarnation)
             self._reader += 1
             me = self._reader
             self._changed.notify_all()
@@ -264,7 +279,8 @@ class Station:
         Tasks of those jobs that arrive later end at once too.
         """
         with self._changed:
-            stops = [self._stops.setdefault(job, Stop()) for job in jobs]
+            stops = [self._stop_locked(job) for job in jobs]
+            self._aborted.extend(stops)
         for stop in stops:
             stop.set()
         for job in jobs:
@@ -273,11 +289,18 @@ class Station:
         self._core.drainer.abort_own(timeout, of=lambda order: order.job in jobs)
 
     def _start_over(self) -> None:
-        """The driver has given up all that is here, and sends it anew, under the same jobs' numbers."""
+        """The driver has given up all that is here, and sends it anew, under the same jobs' numbers.
+
+        Under another incarnation, so that what it sent before, and what is only arriving now, is refused.
+        """
         core = self._core
         with self._changed:
-            stops, self._stops = self._stops, {}
-        for stop in stops.values():
+            self.incarnation = new_rid()
+            self._reader += 1
+            stops = list(self._stops.values())
+            self._stops.clear()
+            self._aborted.clear()
+        for stop in stops:
             stop.set()
         core.workers.drop()
         core.fleet.wake()

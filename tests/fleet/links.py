@@ -44,8 +44,8 @@ class SharingClient(RolloutClient):
 class Process:
     """What an actor's process holds."""
 
-    def __init__(self, urls: Iterable[str], sharers: int, settings: dict[str, Any]) -> None:
-        self.client = SharingClient(list(urls), **settings)
+    def __init__(self, urls: str | Iterable[str], sharers: int, settings: dict[str, Any]) -> None:
+        self.client = SharingClient(urls, **settings)
         self.client.sharers = sharers
         self.station = Station(self.client.core, "this process", alone=sharers == 1)
 
