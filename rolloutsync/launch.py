@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import signal
 import socket
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 from rolloutsync.clock import Clock, Deadline
 from rolloutsync.errors import EngineLaunchError, ForkedError, clip
 from rolloutsync.launch_plan import LaunchPlan, blanked
-from rolloutsync.launch_process import AT_ONCE, POLITELY, GuardedProcess
+from rolloutsync.launch_process import AT_ONCE, POLITELY, GuardedProcess, told
 
 _POLL_S = 0.1
 _PROBE_S = 30.0  # SGLang's answer waits for a first token
@@ -266,7 +265,7 @@ class LaunchedEngine:
             if self._stopped.is_set():
                 raise self.failure("was stopped before it was ready")
             if self.poll() is not None:
-                raise self.failure(f"{_told(self.poll())} before it was ready")
+                raise self.failure(f"{told(self.poll())} before it was ready")
             if answer != "200" and deadline.expired:
                 raise self.failure(f"was not ready within {self._plan.ready_timeout:g} s; /health: {answer}")
             if answer != "200":
@@ -332,12 +331,3 @@ def _log_file(kind: str, port: int, log: str | os.PathLike[str] | None) -> Path:
         return Path(path)
     Path(log).open("ab").close()
     return Path(log)
-
-
-def _told(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"

@@ -113,3 +113,13 @@ class GuardedProcess:
         poll = select.poll()  # not select.select: a trainer may have thousands of descriptors
         poll.register(self._status, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
+
+
+def told(code: int | None) -> str:
+    """A return code in words."""
+    if code is None or code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
