@@ -228,6 +228,11 @@ class Actors:
         if wait:
             self._await_held(newest, sent)
 
+    def knows(self, standing: Standing) -> bool:
+        """Whether actors have been sent all that it says."""
+        with self._lock:
+            return self._standing is not None and self._standing.says() == standing.says()
+
     def _follow_locked(self, standing: Standing) -> None:
         before, self._standing = self._standing, standing
         if before is None or (before.mode == "open") != (standing.mode == "open"):

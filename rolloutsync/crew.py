@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rolloutsync.actors import STACK_BYTES, Actors
 from rolloutsync.admission import Admission
 from rolloutsync.clock import Deadline
-from rolloutsync.errors import ClientClosedError, EngineUnavailableError, RolloutError
+from rolloutsync.errors import ClientClosedError, DeadlineExceededError, EngineUnavailableError, RolloutError
 from rolloutsync.gate import GateMode
 from rolloutsync.lane import Lane, Work, choose_lane
 from rolloutsync.order import Doing
@@ -73,6 +73,7 @@ class Crew(Actors):
         # Guarded by _lock too:
         self._waiting: Admission[Work] = Admission()
         self._dry_since: float | None = None  # active time since which no lane takes anything
+        self._looked_at = 0.0  # clock seconds, for those whose time is up
         self._dispatcher: threading.Thread | None = None
 
     # --- orders in ---
@@ -159,9 +160,12 @@ class Crew(Actors):
                 if not self._may_dispatch_locked():
                     self._clock.wait(self._changed, _LOOK_S if self._waiting else None)
                 dry = self._waiting.take() if self._is_dry_locked() else []
+                late = self._late_locked()
                 parcels, off = self._pack_locked() if self._may_dispatch_locked() else ({}, [])
             for work in dry:
                 self._fail(work, self._unavailable())
+            for work in late:
+                self._fail(work, DeadlineExceededError(f"the sample's deadline came: {self._actors()}"))
             for work in off:
                 self._end(work, work.order.blank())
             for (lane, incarnation), tasks in parcels.items():
@@ -179,10 +183,26 @@ class Crew(Actors):
         self._dry_since = now if self._dry_since is None else self._dry_since
         return now - self._dry_since >= self._engine_wait_s
 
+    def _late_locked(self) -> list[Work]:
+        """Once a second, while nobody has a live engine: whose time is up. Elsewhere the actors see to that."""
+        now = self._clock.monotonic()
+        if self._dry_since is None or now < self._looked_at + _LOOK_S:
+            return []
+        self._looked_at = now
+        late: list[Work] = []
+        for work in self._waiting.take():
+            if work.order.deadline.expired:
+                late.append(work)
+            else:
+                self._waiting.put([work], job=work.order.job, priority=work.order.priority)
+        return late
+
     def _unavailable(self) -> EngineUnavailableError:
-        actors = "; ".join(self.lanes) or "the fleet has no actors"
-        words = f"no actor with a live engine within {self._engine_wait_s:g} s: {actors}"
+        words = f"no actor with a live engine within {self._engine_wait_s:g} s: {self._actors()}"
         return EngineUnavailableError(f"{words}; {self._fleet.unavailable().message}")
+
+    def _actors(self) -> str:
+        return "; ".join(self.lanes) or "the fleet has no actors"
 
     def _pack_locked(self) -> tuple[Parcels, list[Work]]:
         """What each actor is given now, and what is called off."""

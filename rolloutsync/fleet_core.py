@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 
 from rolloutsync.core import Core
 from rolloutsync.crew import Crew
-from rolloutsync.errors import UnsupportedError
+from rolloutsync.errors import RolloutError, UnsupportedError
 from rolloutsync.fleet import Fleet
 from rolloutsync.gate import GateMode
+from rolloutsync.health import Watcher
 from rolloutsync.idle import Drainer, DrainReport
 from rolloutsync.proof import IdleState
 from rolloutsync.remote import Standing
@@ -40,6 +41,17 @@ class CrewFleet(Fleet):
 
     crew: Crew | None = None
     _number = 0
+    _expected: str | None = None
+
+    @property
+    def expected_version(self) -> str | None:
+        """As everywhere. Actors are told at once: an engine that goes on answers with these weights."""
+        return self._expected
+
+    @expected_version.setter
+    def expected_version(self, version: str | None) -> None:
+        self._expected = version
+        self.publish()
 
     def standing(self) -> Standing:
         """What holds now."""
@@ -62,6 +74,11 @@ class CrewFleet(Fleet):
         """Make what holds now hold at the actors."""
         if self.crew is not None:
             self.crew.stand(self.standing(), wait=wait)
+
+    def renew(self) -> None:
+        """The same, if there is anything new."""
+        if self.crew is not None and not self.crew.knows(standing := self.standing()):
+            self.crew.stand(standing, wait=True)
 
     def close_gate(self, token: object, mode: GateMode, *, cuts: bool = False) -> None:
         """As everywhere; blocks until no actor sends any more."""
@@ -169,6 +186,23 @@ class CrewDrainer(Drainer):
         return EngineDrain(url, IdleState.UNKNOWN if rids else IdleState.IDLE, rids=rids, detail=detail)
 
 
+class CrewWatcher(Watcher):
+    """Watches engines for a driver, who makes no samples there: actors prove an engine idle before they use it again.
+
+    1. An engine may be used again. 2. An actor finds out, proves it idle and sends. 3. The driver finds out; a proof of
+    its own would abort what the actor has there.
+    """
+
+    def _proves_idle(self, engine: Engine) -> bool:
+        """Only what a lost actor has left there is told to end."""
+        try:
+            for _, rid, _ in self._fleet.orphans(engine.url):
+                engine.abort(rid)
+        except RolloutError:
+            return False
+        return True
+
+
 class FleetCore(Core):
     """All running parts of one fleet's driver. Thread-safe.
 
@@ -199,6 +233,7 @@ class FleetCore(Core):
         self._actor_wait_s = actor_wait_s
         self._hiring = threading.Lock()  # held while actors are asked for, which does not wait for them
         super().__init__(urls, config, session)
+        self.watcher = CrewWatcher(self.fleet, self.clock, self.name, config.timeouts)
 
     def _make_fleet(self, kind: Callable[..., Any]) -> Any:  # noqa: ARG002 - ours takes the place of the usual one
         return super()._make_fleet(CrewFleet)
@@ -228,7 +263,7 @@ class FleetCore(Core):
                 self.workers.hire(lanes, self.fleet.standing())
                 for engine in self.fleet.engines() if lanes else ():  # one may have come meanwhile
                     self.workers.join_engine(engine.url, urlsplit(engine.url).hostname or "")
-        self.fleet.publish()  # what has changed since
+        self.fleet.renew()
 
     def dump(self) -> Any:
         """As everywhere, and a line about each actor."""

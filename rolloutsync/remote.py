@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -93,6 +93,10 @@ class Standing:
     versions: dict[str, str | None] = field(default_factory=dict)
     stale: dict[str, str] = field(default_factory=dict)
     paused: frozenset[str] = frozenset()
+
+    def says(self) -> tuple[object, ...]:
+        """All that it says, without its number."""
+        return tuple(getattr(self, each.name) for each in fields(self) if each.name != "number")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -269,7 +269,14 @@ class Station:
         if mode is GateMode.HOLD:
             fleet.close_gate(self._token, mode, cuts=now.cuts > before.cuts)
         elif mode is GateMode.OPEN:
+            self._avoid(now.paused)
             fleet.open_gate(self._token)
+
+    def _avoid(self, paused: frozenset[str]) -> None:
+        """The gate opens while engines are paused: the driver could not continue them. They are continued first."""
+        for engine in self._core.fleet.engines(EngineState.LIVE):
+            if engine.url in paused:
+                self._core.fleet.set_state(engine.url, EngineState.QUARANTINED, "paused, and was not continued")
 
     # --- calling off ---
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rolloutsync.clock import Clock, Deadline
-from rolloutsync.errors import ClientClosedError, EngineUnavailableError, RolloutError
+from rolloutsync.errors import ClientClosedError, DeadlineExceededError, EngineUnavailableError, RolloutError
 from rolloutsync.gate import GateMode
 from rolloutsync.lane import Lane, choose_lane
 from rolloutsync.order import Group, Stop
@@ -497,3 +497,37 @@ def test_where_a_task_was_is_not_where_it_is(make_crew: MakeCrew) -> None:
     eventually(lambda: kit.crew.rids(URLS[0]) == [], "it is at the second")
     assert len(kit.crew.rids(URLS[1])) == 1
     kit.fleet.open_gate(token)
+
+
+def test_time_is_up_for_what_nobody_can_take(make_crew: MakeCrew) -> None:
+    """A call's timeout holds while all actors are away, too."""
+    kit = make_crew(links=[ScriptedLink(up=False)], engine_wait_s=60.0)
+    kit.orders(1, deadline=Deadline.after(kit.active, 5.0))
+    kit.orders(1)
+    kit.look()
+    kit.look(4.0)
+    assert not kit.done
+    kit.look(2.0)
+    (sample,) = kit.await_done(1)
+    assert isinstance(sample.error, DeadlineExceededError)
+    assert len(kit.open()) == 1
+
+
+def test_nobody_has_an_engine(make_crew: MakeCrew) -> None:
+    """Not at once: after ``engine_wait_s`` of active time; the error names the actors."""
+    kit = make_crew(links=[ScriptedLink("actor-0", room=0), ScriptedLink("actor-1", up=False)], engine_wait_s=10.0)
+    assert isinstance(kit.clock, FakeClock)
+    kit.orders(2)
+    kit.look()
+    kit.look(9.0)
+    assert not kit.done
+    token = object()
+    kit.fleet.close_gate(token, GateMode.HOLD)
+    kit.look(100.0)
+    assert not kit.done
+    kit.fleet.open_gate(token)
+    kit.look(2.0)
+    for sample in kit.await_done(2):
+        assert isinstance(sample.error, EngineUnavailableError)
+        assert "no actor with a live engine within 10 s" in str(sample.error)
+        assert "actor-0 on a script is up, 0 tasks, room for 0; actor-1 is joining" in str(sample.error)

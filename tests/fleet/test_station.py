@@ -215,6 +215,21 @@ def test_paused_engines_are_known(engines: SimFleet, station_at: MakeStation) ->
     assert not any(kit.fleet.is_paused(url) for url in engines)
 
 
+def test_an_engine_that_was_not_continued_gets_nothing(engines: SimFleet, station_at: MakeStation) -> None:
+    """The gate is open and the driver still holds it paused: it could not be reached. It is continued first."""
+    kit = station_at(engines)
+    kit.hello()
+    for engine in engines.engines[:1]:
+        engine.call("POST", "/pause_generation", {"mode": "in_place"})
+    kit.station.stand(Standing(number=2, mode="hold", paused=frozenset(engines)))
+    kit.station.stand(Standing(number=3, mode="open", paused=frozenset(engines[:1])))
+    assert kit.fleet.statuses()[0].state == "quarantined"
+    kit.take(*[kit.task([5 + number]) for number in range(4)])
+    assert engines[0] not in {sample.engine for sample in kit.await_ended(4).values()}
+    eventually(lambda: kit.fleet.statuses()[0].state == "live", "it is back")
+    assert not engines.engines[0].state()["paused"]
+
+
 # --- ends ---
 
 
