@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,7 +17,7 @@ from rolloutsync.client import MemberChanges
 from rolloutsync.clock import Clock
 from rolloutsync.config import parse_url
 from rolloutsync.errors import RolloutError
-from rolloutsync.keeper import FAILED, RESTARTING, SERVING, STOPPED, Keeper, KeptEngine
+from rolloutsync.keeper import FAILED, SERVING, STOPPED, Keeper, KeptEngine
 from rolloutsync.launch import LaunchedEngine
 from rolloutsync.launch_plan import LaunchPlan
 from rolloutsync.threads import start_thread
@@ -37,7 +38,6 @@ log = logging.getLogger("rolloutsync.ray_engine")
 CONCURRENCY_GROUPS = {"control": 2, "look": 4}
 MAX_CONCURRENCY = 8  # of the default group, where ``url`` waits
 _ANSWER_S = 5.0
-_THERE = frozenset({SERVING, RESTARTING})
 
 
 def _in_group(name: str) -> Callable[[F], F]:
@@ -148,9 +148,11 @@ class RayEngines:
         if not self.actors:
             raise ValueError("actors is empty: give at least one EngineActor")
         self._clock = Clock()
-        # _lock guards: _known, _weights. Never held across a call.
+        # _lock guards: what follows. Never held across a call.
         self._lock = threading.Lock()
-        self._known: list[set[str]] = [set() for _ in self.actors]  # URLs that each actor has had
+        self._had: list[set[str]] = [set() for _ in self.actors]  # URLs of each actor, so far
+        self._first: dict[str, int | None] = {}  # process by URL, as ``urls`` saw it
+        self._seen: weakref.WeakKeyDictionary[RolloutClient, dict[str, int | None]] = weakref.WeakKeyDictionary()
         self._weights: tuple[str | None, str | None] | None = None
 
     def urls(self, timeout: float | None = None) -> list[str]:
@@ -162,7 +164,9 @@ class RayEngines:
         """
         wait = None if timeout is None else timeout + _ANSWER_S
         urls = [parse_url(url) for url in ray.get([actor.url.remote(timeout) for actor in self.actors], timeout=wait)]
-        self._note(urls)
+        serving = self._serving(self.states())
+        with self._lock:
+            self._first.update(serving)
         return urls
 
     def states(self, timeout: float = _ANSWER_S) -> list[KeptEngine | None]:
@@ -189,24 +193,29 @@ class RayEngines:
     def sync(self, client: RolloutClient) -> MemberChanges:
         """Make engines with a new URL members of the client, and remove those of ours that are gone.
 
-        Gone is an engine whose actor is dead for good, stopped, failed, or has another URL by now. One whose actor
-        does not answer stays: the client knows by itself whether an engine serves. The client admits an engine only
-        with the fleet's weights. Engines that are not of these actors are not touched. Blocks for a few seconds at
-        most, as ``add_engine`` does.
+        Gone is an engine that does not serve: it ended and has not come back, or its actor is dead for good, stopped,
+        failed, or has another URL by now. One that comes back is added again, also one that ended and came back since
+        the last call: the client asks it anew which weights it has, and admits it only with the fleet's. An engine
+        whose actor does not answer stays what it is, and engines that are not of these actors are not touched.
+
+        Blocks for a few seconds at most, as ``add_engine`` does; raises what that does.
         """
         states = self.states()
         self._remind(states)
-        there = [parse_url(state.url) if state and state.state in _THERE else None for state in states]
-        self._note(there)
-        members, wanted = {status.url for status in client.engines()}, {url for url in there if url is not None}
-        with self._lock:  # an actor that does not answer says nothing about its URLs
-            had = {url for state, urls in zip(states, self._known, strict=True) if state is not None for url in urls}
-        added, gone = sorted(wanted - members), sorted(had & members - wanted)
+        serving = self._serving(states)
+        members = {status.url for status in client.engines()}
+        with self._lock:
+            had = {url for state, urls in zip(states, self._had, strict=True) if state is not None for url in urls}
+            seen = self._seen.setdefault(client, dict(self._first))
+            renewed = {url for url, pid in serving.items() if seen.get(url, pid) != pid}
+            seen.update(serving)
+        removed = sorted(members & (had - serving.keys() | renewed))
+        added = sorted(serving.keys() - members | renewed)
+        for url in removed:
+            client.remove_engine(url)
         for url in added:
             client.add_engine(url)
-        for url in gone:
-            client.remove_engine(url)
-        return MemberChanges(tuple(added), tuple(gone))
+        return MemberChanges(tuple(added), tuple(removed))
 
     @contextmanager
     def watch(self, client: RolloutClient, interval_s: float = 2.0) -> Iterator[None]:
@@ -231,11 +240,16 @@ class RayEngines:
             if changes:
                 log.info("engines of Ray actors: %s", changes)
 
-    def _note(self, urls: Iterable[str | None]) -> None:
-        """Which URL each actor has."""
+    def _serving(self, states: list[KeptEngine | None]) -> dict[str, int | None]:
+        """The process of each engine that serves, by URL."""
+        serving: dict[str, int | None] = {}
         with self._lock:
-            for had, url in zip(self._known, urls, strict=True):
-                had.update([] if url is None else [url])
+            for had, state in zip(self._had, states, strict=True):
+                if state is not None and state.state == SERVING:
+                    url = parse_url(state.url)
+                    serving[url] = state.pid
+                    had.add(url)
+        return serving
 
     def _remind(self, states: list[KeptEngine | None]) -> None:
         """Tell actors what they missed: they were started anew, or did not answer then."""

@@ -132,11 +132,17 @@ def test_killed_and_back_with_current_weights(cluster: ModuleType, make_engine: 
 
 def test_killed_and_back_with_old_weights(cluster: ModuleType, make_engine: MakeEngine) -> None:
     """Nobody said what to serve: it stays out, and the next update takes it along."""
+    from rolloutsync.ray_engine import RayEngines
+
     first, second = make_engine(weight_version="0"), make_engine(weight_version="0")
-    urls = cluster.get([first.url.remote(), second.url.remote()], timeout=30)
+    engines = RayEngines([first, second])
+    urls = engines.urls(30)
     with RolloutClient(urls, **CLIENT) as client:
         client.update_weights_from_disk("ckpt/1", version="1")
+        assert not engines.sync(client)
         kill_engine(cluster, first)
+        changes = engines.sync(client)  # it came and went unseen: the client is to ask it again
+        assert (changes.added, changes.removed) == ((urls[0],), (urls[0],))
         assert generate(client) == ["1"] * 4
         await_true(
             lambda: any(each.url == urls[0] and "stale" in each.reason for each in client.engines()),
@@ -146,6 +152,23 @@ def test_killed_and_back_with_old_weights(cluster: ModuleType, make_engine: Make
         client.update_weights_from_disk("ckpt/2", version="2")
         await_live(client, urls[0])
         assert client.weight_versions() == dict.fromkeys(urls, "2")
+
+
+def test_one_that_takes_its_time(cluster: ModuleType, make_engine: MakeEngine) -> None:
+    """While it is not back it is no member; afterwards it is one again."""
+    from rolloutsync.ray_engine import RayEngines
+
+    actor, other = make_engine(backoff_s=2.0), make_engine()
+    engines = RayEngines([actor, other])
+    url, kept = engines.urls(30)
+    with RolloutClient([url, kept], **CLIENT) as client:
+        kill_engine(cluster, actor)  # the first time it is back at once
+        engines.sync(client)
+        os.kill(cluster.get(actor.pid.remote()), signal.SIGKILL)
+        await_true(lambda: engines.sync(client).removed == (url,), lambda: str(engines.states()))
+        assert set(state(client)) == {kept}
+        await_true(lambda: engines.sync(client).added == (url,), lambda: str(engines.states()))
+        await_live(client, url)
 
 
 def test_it_ends_with_its_actor(cluster: ModuleType, make_engine: MakeEngine) -> None:
