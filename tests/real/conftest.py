@@ -261,7 +261,7 @@ def vllm(real_vllm: list[RealEngine]) -> Iterator[RealEngine]:
 
 @pytest.fixture
 def slow_vllm(vllm: RealEngine) -> Iterator[None]:
-    """The vLLM engine is five times slower in this test."""
+    """The vLLM engine makes a few tokens each second in this test."""
     with slowed(vllm):
         yield
 

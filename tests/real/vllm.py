@@ -30,7 +30,7 @@ SCALE_OUT = ("--enable-scale-out",)
 LOAD_TRACKING = ("--enable-server-load-tracking",)
 CACHED_TOKENS = ("--enable-prompt-tokens-details",)
 WEIGHT_TRANSFER = ("--weight-transfer-config", '{"backend": "nccl"}')
-_RUN_S, _STAND_S = 0.01, 0.04
+_RUN_S, _STAND_S = 0.002, 0.1  # a few tokens each second
 HEADER_IDS = ("--enable-request-id-headers",)
 NO_PREFIX_CACHE = ("--no-enable-prefix-caching",)
 FULL = (*SCALE_OUT, *LOAD_TRACKING, *CACHED_TOKENS, *WEIGHT_TRANSFER)
@@ -92,7 +92,7 @@ def frozen(engine: RealEngine) -> Iterator[None]:
 
 @contextmanager
 def slowed(engine: RealEngine) -> Iterator[None]:
-    """Its worker runs a fifth of the time: on a quick machine what runs would end between two looks at it."""
+    """Its worker hardly runs. On a quick machine what runs ends between two looks; on a busy one looks take seconds."""
     worker, over = process(engine, "VLLM::Worker"), threading.Event()
 
     def brake() -> None:
