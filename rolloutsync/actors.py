@@ -48,7 +48,7 @@ class Actors:
         """An actor has news."""
         raise NotImplementedError
 
-    def _again(self, works: list[Work], reason: str, lane: Lane) -> None:
+    def _again(self, works: list[Work], reason: str, lane: Lane, incarnation: str | None) -> None:
         """An actor was lost with these."""
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class Actors:
                 if self._standing is standing:
                     lane.state, lane.reason, lane.room = LaneState.UP, "", hello.room
                     lane.stood = lane.heard = standing.number
-                    lane.loose = lane.killed = False
+                    lane.loose, lane.killed, lane.shy_until = False, False, None
                     self._changed.notify_all()
                     break
         log.info("actor %s is up: %s", lane.name, hello.place)
@@ -133,12 +133,13 @@ class Actors:
             new = lane.state is LaneState.UP or lane.reason != reason
             lane.loose |= lane.state is LaneState.UP and not lane.killed
             lane.state, lane.reason, lane.room = LaneState.JOINING, reason, 0
+            incarnation = lane.incarnation
             works, lane.tasks = list(lane.tasks.values()), {}
             self._changed.notify_all()
         if new:
             log.warning("actor %s is lost, with %d tasks: %s", lane.name, len(works), reason)
         self._abort_orphans([work.order for work in works])
-        self._again(works, reason, lane)
+        self._again(works, reason, lane, incarnation)
 
     def _bury(self, lane: Lane, reason: str) -> None:
         """An actor is gone for good: so is its name, and its engines are others' from now on."""

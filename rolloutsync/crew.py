@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutsync.crew")
 _AT_ONCE = 256  # tasks in one message
 _LOOK_S = 1.0
+_SHY_S = 1.0  # whoever is lost is found out by then
 
 
 class Crew(Actors):
@@ -139,15 +140,15 @@ class Crew(Actors):
             work.order.life.now(Doing.QUEUED, self._clock.monotonic())
         self._put(works, first=True)
 
-    def _again(self, works: list[Work], reason: str, lane: Lane) -> None:
-        """Put back what an actor was lost with, unless that has been often enough."""
+    def _again(self, works: list[Work], reason: str, lane: Lane, incarnation: str | None) -> None:
+        """Put back what an actor was lost with, unless that has been often enough. Each loss counts once."""
         back: list[Work] = []
         for work in works:
-            work.deaths += 1
-            if work.deaths < self._policy.max_attempts or self._fleet.calls_off(work.order):
+            work.deaths.add(incarnation or "")
+            if len(work.deaths) < self._policy.max_attempts or self._fleet.calls_off(work.order):
                 back.append(work)
                 continue
-            words = f"{work.deaths} actors were lost with this sample, the last {lane.name}: {reason}"
+            words = f"{len(work.deaths)} actors were lost with this sample, the last {lane.name}: {reason}"
             self._fail(work, RolloutError(words, engine=work.order.life.engine, rid=work.order.life.rid))
         self._put_back(back)
 
@@ -157,7 +158,8 @@ class Crew(Actors):
         """The dispatcher's life: whenever something waits and somebody has room, hand over what fits."""
         while not self.is_closed:
             with self._lock:
-                if not self._may_dispatch_locked():
+                self._calm_locked()
+                if not (self._closed or self._may_dispatch_locked()):
                     self._clock.wait(self._changed, _LOOK_S if self._waiting else None)
                 dry = self._waiting.take() if self._is_dry_locked() else []
                 late = self._late_locked()
@@ -173,6 +175,12 @@ class Crew(Actors):
 
     def _may_dispatch_locked(self) -> bool:
         return bool(self._waiting) and self._fleet.gate is GateMode.OPEN and any(lane.free > 0 for lane in self._lanes)
+
+    def _calm_locked(self) -> None:
+        now = self._clock.monotonic()
+        for lane in self._lanes:
+            if lane.shy_until is not None and now >= lane.shy_until:
+                lane.shy_until = None
 
     def _is_dry_locked(self) -> bool:
         """Whether nobody has had a live engine for too long, in active time: it stands still while the gate is held."""
@@ -245,8 +253,10 @@ class Crew(Actors):
             return
         with self._lock:
             works = [lane.tasks.pop(task.key) for task in tasks if task.key in lane.tasks]
+            if lost and lane.incarnation == incarnation:
+                lane.shy_until = self._clock.monotonic() + _SHY_S
         if lost:
-            self._again(works, str(error), lane)
+            self._again(works, str(error), lane, incarnation)
             return
         for work in works:
             self._fail(work, RolloutError(f"could not be sent to actor {lane.name}: {type(error).__name__}: {error}"))
@@ -262,6 +272,7 @@ class Crew(Actors):
                     life.rid, life.engine, life.attempts = placed.rid, placed.engine, placed.attempts
                     life.now(Doing.ENGINE, now)
             ended = [(lane.tasks.pop(key), sample) for key, sample in report.ended if key in lane.tasks]
+            lane.shy_until = None
             lane.room, lane.heard = report.room, max(lane.heard, report.number)
             self._changed.notify_all()
         back: list[Work] = []

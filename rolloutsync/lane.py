@@ -34,7 +34,7 @@ class Work:
 
     order: Order
     deliver: Callable[[Order, Sample], None]
-    deaths: int = 0  # of actors, with it on them
+    deaths: set[str] = field(default_factory=set)  # incarnations that were lost with it
     bounces: int = 0  # from actors without a live engine
 
 
@@ -57,6 +57,7 @@ class Lane:
     stood: int = (
         -1
     )  # number of the last standing that it is known to follow: it gets nothing before that is the one due
+    shy_until: float | None = None  # clock seconds: it did not take what it was given, so it gets nothing for a while
     heard: int = -1  # number of the standing under which its last report was made
     killed: bool = False  # by us, and not back yet
     loose: bool = False  # lost while it may live on, and send what it has been given
@@ -70,7 +71,7 @@ class Lane:
     @property
     def open(self) -> bool:
         """Whether it knows that tasks may come."""
-        return self.state is LaneState.UP and self.stood >= self.due
+        return self.state is LaneState.UP and self.stood >= self.due and self.shy_until is None
 
     @property
     def free(self) -> int:

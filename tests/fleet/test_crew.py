@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from rolloutsync.clock import Clock, Deadline
+from rolloutsync.crew import Crew
 from rolloutsync.errors import ClientClosedError, DeadlineExceededError, EngineUnavailableError, RolloutError
 from rolloutsync.gate import GateMode
 from rolloutsync.lane import Lane, choose_lane
@@ -531,3 +533,45 @@ def test_nobody_has_an_engine(make_crew: MakeCrew) -> None:
         assert isinstance(sample.error, EngineUnavailableError)
         assert "no actor with a live engine within 10 s" in str(sample.error)
         assert "actor-0 on a script is up, 0 tasks, room for 0; actor-1 is joining" in str(sample.error)
+
+
+def test_an_actor_that_does_not_take_is_lost_once(make_crew: MakeCrew) -> None:
+    """1. It is gone. 2. Tasks come back at once. 3. Only then its reports end: that was one loss, not dozens."""
+    link = ScriptedLink()
+    kit = make_crew(links=[link], max_attempts=2)
+    kit.orders(1)
+    for number in range(5):
+        link.await_tasks(number + 1)
+        link.failures[number](LinkLost("unreachable"))
+        kit.look()
+        assert len(link.tasks) == number + 1
+        kit.look(1.0)
+    link.await_tasks(6)
+    kit.lose(link)
+    kit.rise(link)
+    assert not kit.done
+    link.await_tasks(7)
+    kit.lose(link)
+    (sample,) = kit.await_done(1)
+    assert "2 actors were lost with this sample" in str(sample.error)
+
+
+def test_an_end_between_the_dispatchers_looks(make_crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. It sees that nothing is closed. 2. The crew closes and wakes it. 3. It must not go to sleep."""
+    kit = make_crew(links=[ScriptedLink()])
+    armed = threading.Event()
+
+    def seen(crew: Crew) -> bool:
+        closed = crew._closed
+        if armed.is_set() and threading.current_thread() is crew._dispatcher:
+            crew.close()
+        return closed
+
+    monkeypatch.setattr(Crew, "is_closed", property(seen))
+    kit.orders(1)
+    kit.links[0].await_tasks(1)
+    armed.set()
+    kit.crew.grow()
+    eventually(lambda: kit.crew._closed, "it is closed")
+    kit.fleet.close()
+    assert kit.crew.join(Deadline.after(Clock(), 2.0)) == []
