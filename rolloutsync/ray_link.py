@@ -140,11 +140,22 @@ class RayLink:
         self.name = name
         self.actor = actor
         self._wait_s = wait_s
+        self._job = _job()
         self._lock = threading.Lock()  # guards: _members
         self._members = Members(0, tuple(urls))
 
+    @property
+    def _is_valid(self) -> bool:
+        """Whether Ray is still what it was: after a shutdown it would start anew, unasked, with the next call."""
+        return self._job == _job()
+
+    def _check(self) -> None:
+        if not self._is_valid:
+            raise LinkDead("Ray was shut down in this process")
+
     def hello(self, standing: Standing, incarnation: str | None) -> Hello:
         """See ``Link``."""
+        self._check()
         with self._lock:
             members = self._members
         found: Hello = _get(self.actor.hello.remote(standing, incarnation, members), self._wait_s)
@@ -157,13 +168,16 @@ class RayLink:
             if (error := future.exception()) is not None:
                 failed(_translated(error))
 
+        self._check()
         self.actor.take.remote(tasks, incarnation).future().add_done_callback(ended)
 
     def reports(self, incarnation: str) -> Iterator[Report]:
         """See ``Link``."""
+        self._check()
         refs = self.actor.reports.remote(incarnation)
         while True:
             try:
+                self._check()
                 ref = next(refs)
             except StopIteration:
                 return
@@ -174,16 +188,20 @@ class RayLink:
 
     def stand(self, standing: Standing) -> Callable[[float], None]:
         """See ``Link``."""
+        if not self._is_valid:
+            return lambda _: self._check()
         ref = self.actor.stand.remote(standing)
         return lambda seconds: _get(ref, seconds)
 
     def abort(self, jobs: list[int], timeout: float) -> None:
         """See ``Link``."""
+        self._check()
         _get(self.actor.abort_jobs.remote(jobs, timeout), timeout + _MORE_S)
 
     def cut(self, url: str) -> None:
         """See ``Link``."""
-        self.actor.cut.remote(url)
+        if self._is_valid:
+            self.actor.cut.remote(url)
 
     def members(self, add: Iterable[str] = (), remove: Iterable[str] = ()) -> None:
         """See ``Link``."""
@@ -191,15 +209,17 @@ class RayLink:
         with self._lock:
             kept = [url for url in self._members.urls if url not in gone and url not in more]
             members = self._members = Members(self._members.number + 1, (*kept, *more))
-        self.actor.have.remote(members)
+        if self._is_valid:
+            self.actor.have.remote(members)
 
     def kill(self, *, restart: bool) -> None:
         """See ``Link``."""
-        if ray.is_initialized():
+        if self._is_valid:
             ray.kill(self.actor, no_restart=not restart)
 
     def close(self, timeout: float) -> None:
         """See ``Link``."""
+        self._check()
         _get(self.actor.shut.remote(timeout), timeout + _MORE_S)
 
 
@@ -211,6 +231,11 @@ def settings_of(config: ClientConfig, session: Any) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     timeouts = replace(config.timeouts, engine_wait_s=min(_ENGINE_WAIT_S, config.timeouts.engine_wait_s))
     return {**values, "timeouts": timeouts, "session": session, "progress": False}
+
+
+def _job() -> str | None:
+    """Of this process, in a Ray that runs."""
+    return str(ray.get_runtime_context().get_job_id()) if ray.is_initialized() else None
 
 
 def _get(ref: Any, seconds: float | None) -> Any:

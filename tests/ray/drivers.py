@@ -54,6 +54,10 @@ class Driver:
             os.kill(pid, signal.SIGKILL)
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def ended(self) -> bool:
         return self._process.poll() is not None
 
