@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
@@ -45,7 +46,7 @@ class RolloutFleet(RolloutClient):
     ``collect`` run their functions here. Disaggregated engines behind a router are refused.
 
     Args:
-        urls: As for ``RolloutClient``. Engines on a node's own address go to an actor there.
+        urls: As for ``RolloutClient``. Engines on a node's own address go to an actor there, as far as shares are even.
         actors: How many actors, spread over the nodes.
         actors_per_node: How many on each node that is alive now; 1 if neither is given. Without ``share_engines`` there
             are never more actors than engines.
@@ -136,6 +137,9 @@ class RolloutFleet(RolloutClient):
             for _, node in itertools.product(range(self._per_node), nodes)
         ]
 
+    def __repr__(self) -> str:
+        return f"RolloutFleet({self._urls!r})"
+
     def __getstate__(self) -> NoReturn:
         raise TypeError("a RolloutFleet does not pickle: its actors belong to this process")
 
@@ -148,9 +152,19 @@ def _near(node: str) -> Any:
 
 
 def partition(urls: list[str], hosts: list[str]) -> list[list[str]]:
-    """The engines of each actor: those on an actor's own host there, the others where there are the fewest."""
+    """The engines of each actor, in even shares: those on its own host, as far as they reach.
+
+    None is left without any, unless there are fewer engines than actors.
+    """
     parts: list[list[str]] = [[] for _ in hosts]
-    for url in sorted(urls, key=lambda url: urlsplit(url).hostname not in hosts):
-        near = [part for part, host in zip(parts, hosts, strict=True) if host == urlsplit(url).hostname] or parts
-        min(near, key=len).append(url)
+    share = math.ceil(len(urls) / len(hosts))
+    for left, url in zip(range(len(urls), 0, -1), _near_first(urls, hosts), strict=True):
+        empty = [number for number, part in enumerate(parts) if not part]
+        open_ = empty if left <= len(empty) else [number for number, part in enumerate(parts) if len(part) < share]
+        near = [number for number in open_ if hosts[number] == urlsplit(url).hostname] or open_
+        parts[min(near, key=lambda number: len(parts[number]))].append(url)
     return parts
+
+
+def _near_first(urls: list[str], hosts: list[str]) -> list[str]:
+    return sorted(urls, key=lambda url: urlsplit(url).hostname not in hosts)

@@ -79,8 +79,9 @@ def fleet(shared_fleet: SimFleet) -> Iterator[SimFleet]:
 
 @pytest.fixture(scope="session")
 def deaf_engines() -> Iterator[SimFleet]:
-    options: dict[str, Any] = {"tokens_per_second": 500.0, "max_running_requests": 64, "disconnect_poll_s": 3600.0}
-    with SimFleet(engines=4, routed_experts=ROUTED, **options) as engines:
+    options: dict[str, Any] = {"tokens_per_second": 500.0, "max_running_requests": 64}
+    deaf: dict[str, Any] = {"disconnect_poll_s": 3600.0, "report_interval": 1_000_000}
+    with SimFleet(engines=4, routed_experts=ROUTED, **options, **deaf) as engines:
         yield engines
 
 
