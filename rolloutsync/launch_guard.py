@@ -82,21 +82,27 @@ class Watch:
 
 
 class SharedFiles:
-    """The files in /dev/shm that are this engine's: a killed one leaves them there, and they are memory."""
+    """The files in /dev/shm that are this engine's: a killed one leaves them there, and they are memory.
+
+    They are told apart by inode: a semaphore's creator has it mapped under a name that is gone.
+    """
 
     def __init__(self) -> None:
-        self._foreign = set(_SHARED.iterdir()) if _SHARED.is_dir() else set()
-        self._seen: set[Path] = set()
+        self._foreign = _shared_files()
+        self._seen: set[tuple[Path, int]] = set()
 
     def look(self) -> None:
         """Note those that our descendants have mapped and that were not there before them."""
-        self._seen |= _mapped(descendants()) - self._foreign
+        mapped = mapped_inodes(descendants())
+        self._seen |= {(path, inode) for path, inode in _shared_files() - self._foreign if inode in mapped}
 
     def remove(self) -> None:
         """Remove what was noted and is still there, unless another process uses it."""
-        left = {path for path in self._seen if _is_mine(path)}
-        for path in left - _mapped(_parents()) if left else ():
-            path.unlink(missing_ok=True)
+        left = self._seen & _shared_files()
+        used = mapped_inodes(_parents()) if left else set()
+        for path, inode in left:
+            if inode not in used:
+                path.unlink(missing_ok=True)
 
 
 def main(parent: int, status: int, grace: float, command: list[str]) -> None:
@@ -230,23 +236,29 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def _mapped(pids: set[int] | dict[int, int]) -> set[Path]:
-    """The files in /dev/shm that these processes have mapped."""
+def mapped_inodes(pids: set[int] | dict[int, int]) -> set[int]:
+    """The inodes of the files in /dev/shm that these processes have mapped."""
     found = set()
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/maps").read_bytes().splitlines()
         except OSError:  # it ended, or is somebody else's
             continue
-        found |= {Path(os.fsdecode(line.split(None, 5)[5])) for line in lines if b" /dev/shm/" in line}
+        found |= {int(line.split(None, 5)[4]) for line in lines if b" /dev/shm/" in line}
     return found
 
 
-def _is_mine(path: Path) -> bool:
-    try:
-        return path.lstat().st_uid == os.getuid()
-    except OSError:
-        return False
+def _shared_files() -> set[tuple[Path, int]]:
+    """This user's files in /dev/shm, with their inodes."""
+    found = set()
+    for path in _SHARED.iterdir() if _SHARED.is_dir() else ():
+        try:
+            facts = path.lstat()
+        except OSError:  # removed meanwhile
+            continue
+        if facts.st_uid == os.getuid():
+            found.add((path, facts.st_ino))
+    return found
 
 
 def _send(pid: int, number: int) -> None:

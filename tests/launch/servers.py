@@ -50,7 +50,10 @@ if "--shared" in rest:
 
     block = shared_memory.SharedMemory(create=True, size=4096)
     resource_tracker.unregister(block._name, "shared_memory")
-    note("shared", block.name)
+    import _multiprocessing
+
+    semaphore = _multiprocessing.SemLock(1, 1, 1, f"/rolloutsync-{os.getpid()}", False)
+    note("shared", f"{block.name} sem.rolloutsync-{os.getpid()}")
 if "--deaf" in rest:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "--mute" in rest:

@@ -294,12 +294,12 @@ def test_shared_memory_of_a_killed_one_is_removed(script: Script, start: Start) 
     theirs.touch()
     try:
         with start("--shared") as engine:
-            block = Path("/dev/shm") / script.told("shared")
-            assert block.exists()
+            shared = [Path("/dev/shm") / name for name in script.told("shared").split()]
+            assert [path.exists() for path in shared] == [True, True]
             assert engine.pid is not None
             os.kill(engine.pid, signal.SIGKILL)
             engine.wait(20)
-            assert not block.exists()
+            assert [path.exists() for path in shared] == [False, False]
         assert theirs.exists()
     finally:
         theirs.unlink()
