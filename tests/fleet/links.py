@@ -189,12 +189,16 @@ class StationLink:
 
     def reports(self, incarnation: str) -> Iterator[Report]:
         station, begun = self._reached().station, self._breaks
-        arrived: deque[Report | None] = deque()
+        arrived: deque[Report | Exception | None] = deque()
 
         def pump() -> None:
-            for report in station.reports(incarnation):
-                self._send("report", lambda report=report: self._arrive(arrived, sent(report)))  # type: ignore[misc]
-            self._send("report", lambda: self._arrive(arrived, None))
+            last: Exception | None = None
+            try:
+                for report in station.reports(incarnation):
+                    self._send("report", lambda report=report: self._arrive(arrived, sent(report)))  # type: ignore[misc]
+            except LinkLost as error:
+                last = error
+            self._send("report", lambda: self._arrive(arrived, last))
 
         thread = threading.Thread(target=pump, name=f"pump-{self.name}", daemon=True)
         self._pumps.append(thread)
@@ -202,18 +206,21 @@ class StationLink:
         while (report := self._next(arrived, begun)) is not None:
             yield report
 
-    def _arrive(self, arrived: deque[Report | None], report: Report | None) -> None:
+    def _arrive(self, arrived: deque[Report | Exception | None], news: Report | Exception | None) -> None:
         with self._changed:
-            arrived.append(report)
+            arrived.append(news)
             self._changed.notify_all()
 
-    def _next(self, arrived: deque[Report | None], begun: int) -> Report | None:
+    def _next(self, arrived: deque[Report | Exception | None], begun: int) -> Report | None:
         with self._changed:
             while not arrived and self._breaks == begun:
                 self._changed.wait()
             if self._breaks != begun:
                 raise (self._lost or LinkLost)(f"the connection to {self.name} broke")
-            return arrived.popleft()
+            news = arrived.popleft()
+        if isinstance(news, Exception):
+            raise news
+        return news
 
     def stand(self, standing: Standing) -> Callable[[float], None]:
         done, errors, copy = threading.Event(), list[Exception](), sent(standing)
