@@ -329,6 +329,7 @@ def test_stop_is_idempotent_and_safe(start: Start) -> None:
     assert engine.returncode == -signal.SIGTERM
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 def test_a_fork_does_not_end_it(start: Start) -> None:
     """The engine is its parent's."""
     with start() as engine:
