@@ -26,7 +26,7 @@ from rolloutsync import (
 
 from .kit import Kit
 from .launch import RealEngine, start_all, stop_all
-from .raw_vllm import gauge
+from .raw_vllm import await_equal, gauge
 from .test_main_job import await_true, check_aligned, prompt, rescored
 from .vllm import CPU, FULL, VllmEngine, frozen, slowed
 
@@ -67,7 +67,7 @@ def await_running(engine: RealEngine, running: int, waiting: int = 0) -> None:
         metrics = get(engine.url, "/metrics").text
         return gauge(metrics, "running"), gauge(metrics, "waiting")
 
-    await_true(lambda: counts() == (running, waiting), 60.0)
+    await_equal(counts, (running, waiting), f"{engine.url}: running and waiting")
 
 
 def greedy(client: RolloutClient, **more: Any) -> list[int]:
