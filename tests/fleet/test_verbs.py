@@ -226,6 +226,7 @@ def test_hold_keeps_what_runs(engines: SimFleet, make_fleet: MakeFleet) -> None:
     check_sample(later.result()[0], [7], 4)
 
 
+@pytest.mark.slow
 def test_a_pause_is_no_death_to_the_actors(engines: SimFleet, make_fleet: MakeFleet) -> None:
     """Their watchers know who holds the engine."""
     dead = replace(TIMES, dead_s=0.6, control_s=0.5)
@@ -290,6 +291,7 @@ def test_engines_come_and_go(engines: SimFleet, make_fleet: MakeFleet) -> None:
         fleet.remove_engine(engines[0])
 
 
+@pytest.mark.slow
 def test_a_silent_engine_is_not_idle(make_fleet: MakeFleet) -> None:
     """At the deadline the actors' sockets are cut, and the error names engine and requests."""
     with SimFleet(engines=2, tokens_per_second=500.0) as own:
