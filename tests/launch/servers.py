@@ -32,9 +32,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def note(name, pid):
-    with open(f"{HERE}/{name}.new", "w") as file:
+    fresh = f"{HERE}/{name}.{os.getpid()}"  # several servers may share the folder
+    with open(fresh, "w") as file:
         file.write(str(pid))
-    os.rename(f"{HERE}/{name}.new", f"{HERE}/{name}")
+    os.rename(fresh, f"{HERE}/{name}")
 
 
 SLEEP = "import time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
