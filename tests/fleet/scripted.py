@@ -16,7 +16,7 @@ from rolloutsync.order import Group, Order
 from rolloutsync.remote import LinkLost, Placed, Task
 from rolloutsync.sample import Sample, Status
 from tests.fakes import FakeClock
-from tests.fleet.links import ScriptedLink
+from tests.fleet.script import ScriptedLink
 from tests.unit.makers import order, prompt
 from tests.wire import eventually
 

@@ -12,7 +12,7 @@ from tests.client.kit import ScriptedEngine
 from tests.client.weightkit import WeightEngine
 from tests.fleet.conftest import MakeFleet
 from tests.fleet.driver import MakeLink
-from tests.fleet.links import ScriptedLink
+from tests.fleet.script import ScriptedLink
 from tests.fleet.scripted import at, made
 from tests.wire import answer, eventually
 

@@ -181,7 +181,7 @@ def test_where_everything_is_is_told_with_a_closed_gate(engines: SimFleet, stati
     eventually(lambda: running(engines) == 1, "it runs")
     kit.station.stand(Standing(number=2, mode="hold"))
     eventually(lambda: kit.reports[-1].number == 2, "the gate is told")
-    (place,) = next(report for report in kit.reports if report.number == 2).placed
+    place = next(report for report in kit.reports if report.number == 2).placed[-1]
     (row,) = generations(engines)
     assert (place.rid, place.engine) == (row["rid"], engines[row["engine"]])
 
