@@ -16,7 +16,7 @@ from rolloutsync.errors import ClientClosedError, DeadlineExceededError, EngineU
 from rolloutsync.gate import GateMode
 from rolloutsync.lane import Lane, Work, choose_lane
 from rolloutsync.order import Doing
-from rolloutsync.remote import LinkLost, Task
+from rolloutsync.remote import LinkLost, Task, slim_order, whole_sample
 from rolloutsync.sample import Status
 from rolloutsync.threads import start_thread
 
@@ -271,16 +271,16 @@ class Crew(Actors):
                     life = lane.tasks[placed.key].order.life
                     life.rid, life.engine, life.attempts = placed.rid, placed.engine, placed.attempts
                     life.now(Doing.ENGINE, now)
-            ended = [(lane.tasks.pop(key), sample) for key, sample in report.ended if key in lane.tasks]
+            found = [(lane.tasks.pop(key), sample) for key, sample in report.ended if key in lane.tasks]
             lane.shy_until = None
             lane.room, lane.heard = report.room, max(lane.heard, report.number)
             self._changed.notify_all()
         back: list[Work] = []
-        for work, sample in ended:
+        for work, sample in found:
             if self._bounces(work, sample):
                 back.append(work)
             else:
-                self._end(work, sample)
+                self._end(work, whole_sample(sample, work.order))
         self._put_back(back)
 
     def _bounces(self, work: Work, sample: Sample) -> bool:
@@ -334,9 +334,10 @@ class Crew(Actors):
 
 
 def _task(key: int, order: Order) -> Task:
+    prompt, base = slim_order(order)
     return Task(
         key=key,
-        prompt=order.prompt,
+        prompt=prompt,
         index=order.index,
         member=order.member,
         group=order.group.number,
@@ -346,5 +347,5 @@ def _task(key: int, order: Order) -> Task:
         priority=order.priority,
         closings=order.closings,
         seconds=order.deadline.remaining(),
-        base=order.base,
+        base=base,
     )

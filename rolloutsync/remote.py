@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from rolloutsync.sample import Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from rolloutsync.sample import Prompt, Sample
+    from rolloutsync.order import Order
+    from rolloutsync.sample import Sample
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -112,6 +115,35 @@ class Hello:
     incarnation: str
     room: int
     place: str
+
+
+_BARE = Prompt()
+
+
+def slim_order(order: Order) -> tuple[Prompt, Sample | None]:
+    """Prompt and partial as they travel to an actor: metadata stay with the driver, whatever is in them."""
+    prompt, base = order.prompt, order.base
+    if prompt.metadata:
+        prompt = replace(prompt, metadata={})
+    if base is not None:
+        base = replace(base, metadata={}, prompt=replace(base.prompt, metadata={}))
+    return prompt, base
+
+
+def slim_sample(sample: Sample, order: Order) -> Sample:
+    """A sample as it travels back: without its prompt, which the driver has, but for ids that an engine has told."""
+    asked = order.prompt if order.base is None else order.base.prompt
+    told = asked.input_ids is None and sample.prompt.input_ids is not None
+    return replace(sample, prompt=Prompt(input_ids=sample.prompt.input_ids) if told else _BARE)
+
+
+def whole_sample(sample: Sample, order: Order) -> Sample:
+    """A sample that has come back, with prompt and metadata again."""
+    blank = order.blank()
+    prompt, ids = blank.prompt, sample.prompt.input_ids
+    if prompt.input_ids is None and ids is not None:
+        prompt = replace(prompt, input_ids=ids)
+    return replace(sample, prompt=prompt, metadata=blank.metadata)
 
 
 class LinkLost(Exception):  # noqa: N818 - an event, not always a fault

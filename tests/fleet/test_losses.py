@@ -282,6 +282,7 @@ class Unpicklable:
 
 
 def test_what_does_not_pickle_fails_alone(make_crew: MakeCrew) -> None:
+    """Metadata do not travel, so they may be anything."""
     link = ScriptedLink(up=False, room=16)
     kit = make_crew(links=[link])
     bad = kit.order(prompt=prompt(fields={"x": Unpicklable()}))

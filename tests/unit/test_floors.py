@@ -76,7 +76,7 @@ _FLOORS = {
     "turn": 8,
     "episodes": 9,
     "core": 9,
-    "remote": 2,
+    "remote": 4,
     "lane": 5,
     "actors": 8,
     "crew": 9,
