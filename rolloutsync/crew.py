@@ -232,7 +232,7 @@ class Crew(Actors):
 
     def _assign_locked(self, lane: Lane, work: Work) -> Task:
         key, life = next(self._keys), work.order.life
-        lane.tasks[key] = work
+        lane.tasks[key], work.cuts = work, self._fleet.cuts
         self._ledger.take(work.order)
         life.rid, life.engine = None, None
         life.now(Doing.ACTOR, self._clock.monotonic())
@@ -284,9 +284,14 @@ class Crew(Actors):
         self._put_back(back)
 
     def _bounces(self, work: Work, sample: Sample) -> bool:
-        """Whether the actor had no live engine for it: another may have one, or this one in a while."""
-        work.bounces += isinstance(sample.error, EngineUnavailableError)
-        return isinstance(sample.error, EngineUnavailableError) and work.bounces < self._policy.max_attempts
+        """Whether it must be made anew: the actor had no live engine for it, which another may have, or itself soon.
+
+        Or another actor that shares its engine has aborted all there, to prove it idle before it takes it back.
+        """
+        unasked = self._shared and sample.status is Status.ABORTED and work.cuts == self._fleet.cuts
+        again = isinstance(sample.error, EngineUnavailableError) or (unasked and not work.order.stopped)
+        work.bounces += again
+        return again and work.bounces < self._policy.max_attempts
 
     def _end(self, work: Work, sample: Sample) -> None:
         order = work.order

@@ -35,6 +35,7 @@ class Work:
     order: Order
     deliver: Callable[[Order, Sample], None]
     deaths: set[str] = field(default_factory=set)  # incarnations that were lost with it
+    cuts: int = 0  # engine-wide aborts by this fleet when an actor last got it
     bounces: int = 0  # from actors without a live engine
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from rolloutsync.gate import GateMode
 from rolloutsync.lane import Lane, choose_lane
 from rolloutsync.order import Group, Stop
@@ -124,3 +126,20 @@ def test_a_drain_ends_what_waits_and_a_hold_keeps_it(make_crew: MakeCrew) -> Non
     kit.orders(1)
     assert {task.closings for task in link.await_tasks(3)[:2]} == {0}
     assert link.tasks[2].closings == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_another_actor_has_aborted_is_made_anew(make_crew: MakeCrew, shared: bool) -> None:
+    """By one that shares the engine, to prove it idle. What this fleet has aborted is a result."""
+    kit = make_crew(links=[ScriptedLink()], shared=shared)
+    link = kit.links[0]
+    kit.orders(1)
+    link.say([made(task, Status.ABORTED) for task in link.await_tasks(1)])
+    if shared:
+        (_, again) = link.await_tasks(2)
+        token = object()
+        kit.fleet.close_gate(token, GateMode.HOLD, cuts=True)
+        link.say([made(again, Status.ABORTED)])
+        kit.await_done(1)
+        kit.fleet.open_gate(token)
+    assert [sample.status for sample in kit.await_done(1)] == [Status.ABORTED]
