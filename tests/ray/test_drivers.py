@@ -29,21 +29,25 @@ ray.get(actor.generate.remote([[3, 4], [5, 6]], {{"max_new_tokens": 30_000, "ign
 """
 
 
-def snippet(section: str) -> str:
-    """The first Python block of a section of the README."""
-    text = (ROOT / "README.md").read_text().partition(f"\n## {section}\n")[2]
-    code = text.partition("```python\n")[2].partition("```")[0]
-    assert code, f"README.md has no Python block under {section!r}"
+def snippet(section: str, number: int = 0) -> str:
+    """A Python block of a section of the README."""
+    text = (ROOT / "README.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    blocks = text.split("```python\n")[1:]
+    assert len(blocks) > number, f"README.md has no such Python block under {section!r}"
+    return blocks[number].partition("```")[0]
+
+
+def on_our_ports(code: str, fleet: SimFleet) -> str:
+    """The block, with the session's engines for those of the README."""
+    for url, ours in zip(README_URLS, fleet.urls, strict=True):
+        assert url in code
+        code = code.replace(url, ours)
     return code
 
 
 def test_the_readme_snippet_runs_as_written(cluster: ModuleType, fleet: SimFleet, tmp_path: Path) -> None:
     """Word for word, but for the ports."""
-    code = snippet("From a Ray actor")
-    for url, ours in zip(README_URLS, fleet.urls, strict=True):
-        assert url in code
-        code = code.replace(url, ours)
-    with Driver(code, tmp_path) as driver:
+    with Driver(on_our_ports(snippet("From a Ray actor"), fleet), tmp_path) as driver:
         assert driver.wait(60.0) == 0, driver.output()
         output = driver.output()
         driver.await_no_process()
@@ -51,6 +55,26 @@ def test_the_readme_snippet_runs_as_written(cluster: ModuleType, fleet: SimFleet
     assert "2 engines, idle after" in output
     assert re.search(r"(^(ABORTED|TRUNCATED) \d+\n){3}\Z", output, re.MULTILINE), output
     await_idle(fleet)
+
+
+def test_the_readmes_fleet_runs_as_written(cluster: ModuleType, fleet: SimFleet, tmp_path: Path) -> None:
+    """Two actors, a drain, new weights."""
+    with Driver(on_our_ports(snippet("Many actors"), fleet), tmp_path) as driver:
+        assert driver.wait(60.0) == 0, driver.output()
+        driver.await_no_process()
+        output = driver.output()
+    assert "2 engines, idle after" in output
+    assert "2 of 2 engines have weights '12'" in output
+
+
+def test_the_readmes_engines_run_as_written(cluster: ModuleType, tmp_path: Path) -> None:
+    """As processes, and as actors, whose processes end with the driver."""
+    code = snippet("Engines as processes") + snippet("Engines as processes", 1)
+    with Driver(f"{code}\nprint([s.weight_spans[-1].version for s in samples])", tmp_path) as driver:
+        assert driver.wait(90.0) == 0, driver.output()
+        driver.await_no_process()
+        output = driver.output()
+    assert output.rstrip().endswith("['1', '1', '1', '1']"), output
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own-ray", "shared-ray"])
