@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 GROUPS = {"control": 8, "look": 4, "orders": 1, "reports": 2}
 _MORE_S = 5.0  # for the way there and back
+_LOOK_S = 1.0
 _WORDS = 300
 _ENGINE_WAIT_S = 5.0
 
@@ -177,6 +178,8 @@ class RayLink:
         refs = self.actor.reports.remote(incarnation)
         while True:
             try:
+                while not ray.wait([refs], timeout=_LOOK_S)[0]:  # else the generator asks a Ray that was shut down
+                    self._check()
                 self._check()
                 ref = next(refs)
             except StopIteration:
