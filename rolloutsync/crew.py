@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutsync.crew")
 _AT_ONCE = 256  # tasks in one message
 _LOOK_S = 1.0
+_ORDERLY = 0.8  # of the time for an end in order; then actors are killed
+_LAST_NEWS_S = 1.0  # for threads to read what actors have said at their end
 _SHY_S = 1.0  # whoever is lost is found out by then
 
 
@@ -183,8 +185,11 @@ class Crew(Actors):
                 lane.shy_until = None
 
     def _is_dry_locked(self) -> bool:
-        """Whether nobody has had a live engine for too long, in active time: it stands still while the gate is held."""
-        if not self._waiting or any(lane.room > 0 for lane in self._lanes):
+        """Whether nobody has had a live engine for too long, in active time: it stands still while the gate is held.
+
+        An actor that has never been there yet may have one; how long its start may take is a matter of its own.
+        """
+        if not self._waiting or any(lane.room > 0 or lane.starting for lane in self._lanes):
             self._dry_since = None
             return False
         now = self._fleet.active.monotonic()
@@ -194,7 +199,7 @@ class Crew(Actors):
     def _late_locked(self) -> list[Work]:
         """Once a second, while nobody has a live engine: whose time is up. Elsewhere the actors see to that."""
         now = self._clock.monotonic()
-        if self._dry_since is None or now < self._looked_at + _LOOK_S:
+        if now < self._looked_at + _LOOK_S or any(lane.room > 0 for lane in self._lanes):
             return []
         self._looked_at = now
         late: list[Work] = []
@@ -271,9 +276,12 @@ class Crew(Actors):
                     life = lane.tasks[placed.key].order.life
                     life.rid, life.engine, life.attempts = placed.rid, placed.engine, placed.attempts
                     life.now(Doing.ENGINE, now)
+            for key, engines in report.died_on.items():
+                if key in lane.tasks:
+                    lane.tasks[key].order.life.died_on = engines
             found = [(lane.tasks.pop(key), sample) for key, sample in report.ended if key in lane.tasks]
             lane.shy_until = None
-            lane.room, lane.heard = report.room, max(lane.heard, report.number)
+            lane.room, lane.heard, lane.reason = report.room, max(lane.heard, report.number), report.why
             self._changed.notify_all()
         back: list[Work] = []
         for work, sample in found:
@@ -329,13 +337,17 @@ class Crew(Actors):
         """End the actors and then the threads; the names of those that did not end. No sample stays open."""
         with self._lock:
             threads = [thread for thread in (self._dispatcher, *(lane.thread for lane in self._lanes)) if thread]
-        self.dismiss(deadline.within(deadline.remaining() or 0.0))
+        self.dismiss(_ORDERLY * (deadline.remaining() or 0.0))
+        self._await(threads, Deadline.after(self._clock, deadline.within(_LAST_NEWS_S)))
+        for work in self.abandoned():
+            self._end(work, work.order.blank())
+        self._await(threads, deadline)
+        return [thread.name for thread in threads if thread.is_alive()]
+
+    def _await(self, threads: list[threading.Thread], deadline: Deadline) -> None:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(deadline.remaining())
-        for work in self.abandoned():
-            self._end(work, work.order.blank())
-        return [thread.name for thread in threads if thread.is_alive()]
 
 
 def _task(key: int, order: Order) -> Task:
@@ -353,4 +365,5 @@ def _task(key: int, order: Order) -> Task:
         closings=order.closings,
         seconds=order.deadline.remaining(),
         base=base,
+        died_on=order.life.died_on,
     )

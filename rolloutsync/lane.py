@@ -70,6 +70,11 @@ class Lane:
         return self.link.name
 
     @property
+    def starting(self) -> bool:
+        """Whether it has never been there yet."""
+        return self.state is LaneState.JOINING and self.incarnation is None
+
+    @property
     def open(self) -> bool:
         """Whether it knows that tasks may come."""
         return self.state is LaneState.UP and self.stood >= self.due and self.shy_until is None

@@ -223,7 +223,7 @@ class RayLink:
     def close(self, timeout: float) -> None:
         """See ``Link``."""
         self._check()
-        _get(self.actor.shut.remote(timeout), timeout + _MORE_S)
+        _get(self.actor.shut.remote(timeout), timeout)
 
 
 def settings_of(config: ClientConfig, session: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Task:
         closings: How many drains there had been when it was admitted: one more calls it off.
         seconds: Left of its batch's time; None for no limit.
         base: The partial that goes on.
+        died_on: Engines that have died with it so far.
     """
 
     key: int
@@ -45,6 +46,7 @@ class Task:
     closings: int
     seconds: float | None
     base: Sample | None
+    died_on: tuple[str, ...] = ()
 
 
 class Placed(NamedTuple):
@@ -64,6 +66,8 @@ class Report:
         ended: (key, sample) of tasks that have ended, each exactly once.
         placed: Requests that have left since the last report.
         room: Requests that its live engines take at once.
+        why: What its engines are like, where there is no room.
+        died_on: By key, the engines that died with tasks that have ended: what kills engines must not go on for ever.
         number: Of the standing that held when it was made. If that closes the gate, all that had left before has been
             reported by now, and nothing has left since.
     """
@@ -72,6 +76,8 @@ class Report:
     placed: list[Placed]
     room: int
     number: int = -1
+    why: str = ""
+    died_on: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

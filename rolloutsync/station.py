@@ -44,8 +44,9 @@ class _TaskLife(Life):
 
     __slots__ = ("key", "station")
 
-    def __init__(self, key: int, station: Station) -> None:
+    def __init__(self, key: int, station: Station, died_on: tuple[str, ...]) -> None:
         super().__init__()
+        self.died_on = died_on
         self.key = key
         self.station = station
 
@@ -82,6 +83,8 @@ class Station:
         self._groups: OrderedDict[int, Group] = OrderedDict()
         self._stops: WeakValueDictionary[int, _JobStop] = WeakValueDictionary()
         self._aborted: deque[_JobStop] = deque(maxlen=_ABORTED_JOBS)  # the last ones: tasks of theirs may still come
+        self._placed_at = float("-inf")  # of the first that is not reported yet
+        self._died_on: dict[int, tuple[str, ...]] = {}  # by key, of what has ended
         self._told_at = float("-inf")  # clock seconds of the last report
         self._hurry = threading.Event()  # the next one must not wait
         self._reader = 0  # number of the newest: an older one, whose driver has lost it, takes nothing any more
@@ -145,7 +148,7 @@ class Station:
             priority=task.priority,
             stops=(self._stop_locked(task.job),),
             own_stop=own_stop,
-            life=_TaskLife(task.key, self),
+            life=_TaskLife(task.key, self, task.died_on),
             base=task.base,
         )
 
@@ -167,6 +170,10 @@ class Station:
         slim = slim_sample(sample, order)
         with self._changed:
             self._ended.append((order.life.key, slim))
+            if order.life.died_on:
+                self._died_on[order.life.key] = order.life.died_on
+            if self._core.clock.monotonic() >= self._told_at + _BREATH_S:
+                self._hurry.set()
             self._changed.notify_all()
 
     def placed(self, placed: Placed) -> None:
@@ -174,6 +181,7 @@ class Station:
         with self._changed:
             self._placed.append(placed)
             if len(self._placed) == 1:
+                self._placed_at = self._core.clock.monotonic()
                 self._changed.notify_all()
 
     # --- reports ---
@@ -205,15 +213,27 @@ class Station:
                 if self._has_news_locked(room) and breath_s <= 0:
                     self._hurry.clear()
                     self._room, self._told, self._told_at = room, self._stands, self._core.clock.monotonic()
-                    return Report(self._portion_locked(), self._taken_locked(), room, self._told)
-            self._core.clock.sleep(breath_s, self._hurry)
+                    return self._report_locked(room)
+            self._core.clock.sleep(min(breath_s, _BREATH_S), self._hurry)
+
+    def _report_locked(self, room: int) -> Report:
+        ended = self._portion_locked()
+        died_on = {key: self._died_on.pop(key) for key, _ in ended if key in self._died_on}
+        return Report(ended, self._taken_locked(), room, self._told, "" if room else self._trouble(), died_on)
+
+    def _trouble(self) -> str:
+        """What keeps the engines from having room."""
+        told = [f"{status.url} is {status.state}, {status.reason}" for status in self._core.fleet.statuses()]
+        return "; ".join(told) or "it has no engines"
 
     def _breath_locked(self) -> float:
         """Seconds until the next report: what ends or leaves meanwhile comes with it, at a fraction of the cost."""
         if self._hurry.is_set():
             return 0.0
-        pause_s = _BREATH_S if self._ended or not self._placed else _PLACED_S
-        return self._told_at + pause_s - self._core.clock.monotonic()
+        now = self._core.clock.monotonic()
+        if self._ended or not self._placed:
+            return self._told_at + _BREATH_S - now
+        return self._placed_at + _PLACED_S - now
 
     def _has_news_locked(self, room: int) -> bool:
         return bool(self._ended or self._placed or room != self._room or self._told != self._stands)
@@ -331,7 +351,7 @@ class Station:
         core.fleet.wake()
         core.drainer.abort_own(_RECOVER_S, of=lambda _: True)
         with self._changed:
-            self._ended, self._placed = [], []
+            self._ended, self._placed, self._died_on = [], [], {}
 
     def cut(self, url: str) -> None:
         """Shut the sockets of our requests at an engine."""

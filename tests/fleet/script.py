@@ -71,11 +71,15 @@ class ScriptedLink:
             self._changed.notify_all()
 
     def say(
-        self, ended: Iterable[tuple[int, Sample]] = (), placed: Iterable[Placed] = (), room: int | None = None
+        self,
+        ended: Iterable[tuple[int, Sample]] = (),
+        placed: Iterable[Placed] = (),
+        room: int | None = None,
+        died_on: dict[int, tuple[str, ...]] | None = None,
     ) -> None:
         number = self.standings[-1].number
         with self._changed:
-            report = Report(list(ended), list(placed), self.room if room is None else room, number)
+            report = Report(list(ended), list(placed), self.room if room is None else room, number, "", died_on or {})
             self._reports.append(report)
             self._changed.notify_all()
 

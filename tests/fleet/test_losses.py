@@ -405,8 +405,9 @@ def test_time_is_up_for_what_nobody_can_take(make_crew: MakeCrew) -> None:
 
 def test_nobody_has_an_engine(make_crew: MakeCrew) -> None:
     """Not at once: after ``engine_wait_s`` of active time; the error names the actors."""
-    kit = make_crew(links=[ScriptedLink("actor-0", room=0), ScriptedLink("actor-1", up=False)], engine_wait_s=10.0)
+    kit = make_crew(links=[ScriptedLink("actor-0", room=0), ScriptedLink("actor-1", room=0)], engine_wait_s=10.0)
     assert isinstance(kit.clock, FakeClock)
+    kit.lose(kit.links[1])
     kit.orders(2)
     kit.look()
     kit.look(9.0)
@@ -420,7 +421,32 @@ def test_nobody_has_an_engine(make_crew: MakeCrew) -> None:
     for sample in kit.await_done(2):
         assert isinstance(sample.error, EngineUnavailableError)
         assert "no actor with a live engine within 10 s" in str(sample.error)
-        assert "actor-0 on a script is up, 0 tasks, room for 0; actor-1 is joining" in str(sample.error)
+        assert "actor-0 on a script is up, 0 tasks, room for 0; actor-1 on a script is" in str(sample.error)
+
+
+def test_an_actor_that_starts_may_have_an_engine(make_crew: MakeCrew) -> None:
+    """It is waited for as long as it may take to start."""
+    kit = make_crew(links=[ScriptedLink("actor-0", room=0), ScriptedLink("actor-1", up=False)], engine_wait_s=10.0)
+    kit.orders(2)
+    kit.look()
+    kit.look(60.0)
+    assert not kit.done
+    kit.links[1].rise()
+    kit.links[1].say([made(task) for task in kit.links[1].await_tasks(2)])
+    kit.await_done(2)
+
+
+def test_engines_that_died_with_a_sample_are_not_forgotten(make_crew: MakeCrew) -> None:
+    """1. An actor loses its last engine with a task on it. 2. Another actor gets the task, and is told."""
+    kit = make_crew(links=[ScriptedLink()])
+    (link,) = kit.links
+    kit.orders(1)
+    (task,) = link.await_tasks(1)
+    assert task.died_on == ()
+    gone = made(task, Status.FAILED, error=EngineUnavailableError("none"))
+    link.say([gone], died_on={task.key: (URLS[0],)})
+    (_, again) = link.await_tasks(2)
+    assert again.died_on == (URLS[0],)
 
 
 def test_an_actor_that_does_not_take_is_lost_once(make_crew: MakeCrew) -> None:
