@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("rolloutsync.crew")
 _AT_ONCE = 256  # tasks in one message
 _LOOK_S = 1.0
-_ORDERLY = 0.8  # of the time for an end in order; then actors are killed
-_LAST_NEWS_S = 1.0  # for threads to read what actors have said at their end
+_ORDERLY = 0.5  # of the time for an end in order; then actors are killed, which takes time too
+_LAST_NEWS_S = 0.5  # for threads to read what actors have said at their end
 _SHY_S = 1.0  # whoever is lost is found out by then
 
 
