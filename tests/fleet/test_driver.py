@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from rolloutsync.remote import Standing
 from rolloutsync.sample import Status
 from rolloutsync.slot import EngineState
@@ -15,6 +17,8 @@ from tests.fleet.driver import MakeLink
 from tests.fleet.script import ScriptedLink
 from tests.fleet.scripted import at, made
 from tests.wire import answer, eventually
+
+pytestmark = pytest.mark.slow
 
 
 def scripted_links(room: int = 8) -> MakeLink:

@@ -20,6 +20,8 @@ from tests.fleet.conftest import MakeFleet
 from tests.fleet.driver import TIMES, DrivenFleet, lane_states
 from tests.wire import eventually
 
+pytestmark = pytest.mark.slow
+
 
 def running(fleet: SimFleet) -> int:
     return sum(engine.state()["running"] for engine in fleet.engines)

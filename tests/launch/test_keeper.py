@@ -21,6 +21,8 @@ from tests.fakes import FakeClock
 from .conftest import QUICK, await_true
 from .servers import Script
 
+pytestmark = pytest.mark.slow
+
 Keep = Callable[..., Keeper]
 
 

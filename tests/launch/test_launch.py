@@ -24,6 +24,8 @@ from tests.fakes import FakeClock
 from .conftest import QUICK, alive, await_true, carrying
 from .servers import Script
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., LaunchedEngine]
 
 

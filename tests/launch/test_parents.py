@@ -15,6 +15,8 @@ from tests.processes import begin
 from .conftest import alive, await_true
 from .servers import Script
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = """
 import os, sys, threading
 from rolloutsync.launch import launch_engine

@@ -210,10 +210,11 @@ def test_the_server_answers_what_a_client_asks(url: str, part: Part, shape: Any)
 # --- the command line ---
 
 
-def test_without_a_name_all_benchmarks_run(part: Part) -> None:
+def test_without_a_name_all_benchmarks_run_that_need_no_extra(part: Part) -> None:
     suite = part("suite")
     common, plans = suite.read(["--quick", "--repeat", "2", "--compare", "no", "--json", "x.json"])
-    assert tuple(benchmark.name for benchmark, _ in plans) == suite.NAMES
+    assert [benchmark.name for benchmark, _ in plans] == [name for name in suite.NAMES if name not in suite.APART]
+    assert set(suite.APART) == {"collate", "scale"}
     assert (common.form.value, common.repeats, common.compare, common.json) == ("quick", 2, False, "x.json")
 
 
