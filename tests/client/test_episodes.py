@@ -181,6 +181,7 @@ def test_slow_episodes_are_spread_too(fleet: SimFleet, make_client: MakeClient) 
     assert Counter(episode.value[0][0] for episode in results) == dict.fromkeys(fleet.urls, 2)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_home(make_client: MakeClient) -> None:
     """Episodes of a dead engine go on elsewhere, with their transcript; the others stay where they are, and on their
     rank; engines and ranks have equal shares.

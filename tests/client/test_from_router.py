@@ -331,6 +331,7 @@ def test_a_job_is_aborted_wherever_it_runs(follow: Follow, fleet: SimFleet) -> N
         assert client.audit().orphans == ()
 
 
+@pytest.mark.slow
 def test_weights_reach_all_and_a_stale_one_stops_all(follow: Follow, fleet: SimFleet) -> None:
     """The router would use it: no traffic until the next update."""
     with FakeRouter(disaggregated(fleet.urls)) as router:

@@ -42,6 +42,7 @@ def stop_process(fleet: SimFleet) -> Callable[[], object]:
     return lambda: os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [freeze_scheduler, stop_process])
 def test_a_frozen_engine_loses_its_samples_to_the_other(
     pair: SimFleet,

@@ -23,6 +23,7 @@ def expected(prompt: list[int], count: int, **arguments: Any) -> list[int]:
     return expected_tokens(prompt, count, vocab_size=VOCAB, **arguments)
 
 
+@pytest.mark.slow
 def test_an_answer_is_the_pure_function_of_its_request(ranks: Caller) -> None:
     """Tokens, log-probabilities and the seed are as the library's functions say."""
     reply = ranks.generate(PROMPT, 20, return_logprob=True, sampling={"sampling_seed": 7})
@@ -117,6 +118,7 @@ def test_errors_in_a_stream_are_events(queue: Caller) -> None:
     assert [call.result(WAIT_S).finish["type"] for call in calls] == ["abort", "abort"]
 
 
+@pytest.mark.slow
 def test_an_end_token_stops_where_it_is_not_ignored(ranks: Caller) -> None:
     """The answer names the token; its text does not show it."""
     sampling = {"max_new_tokens": 1500, "ignore_eos": False}

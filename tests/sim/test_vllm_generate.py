@@ -38,6 +38,7 @@ def experts(reply: Reply) -> np.ndarray[Any, Any]:
     return array
 
 
+@pytest.mark.slow
 def test_it_says_what_the_model_says(vllm: VllmCaller) -> None:
     """The same tokens and log-probabilities as under SGLang's face: a fleet of both agrees."""
     reply = vllm.tokens(PROMPT, 9, sampling={"logprobs": 2})
