@@ -62,10 +62,13 @@ def test_a_drain_and_partials_that_change_sides(mixed: Mixed, make_client: MakeC
 def test_what_only_one_kind_has(mixed: Mixed, make_client: MakeClient) -> None:
     """An error of those samples that come to the other, by name; modes that one lacks are refused for all."""
     client = make_client(mixed.urls)
-    samples = client.generate(prompts(4), params(4, stop_regex="x"), on_error="return")
-    errors = [sample.error for sample in samples if sample.error is not None]
-    assert len(errors) == 2
-    assert all(isinstance(error, UnsupportedError) and error.engine == mixed.urls[1] for error in errors)
+    (served,) = client.generate(prompts(1), params(4, stop_regex="x"))
+    assert served.engine == mixed.urls[0]
+    with client.start(prompts(1), params(5000)):  # the first is busy, so that the next goes to the second
+        eventually(lambda: client.engines()[0].in_flight == 1, "it runs")
+        (sample,) = client.generate(prompts(1), params(4, stop_regex="x"), on_error="return")
+    assert isinstance(sample.error, UnsupportedError)
+    assert sample.error.engine == mixed.urls[1]
     for mode, kind in (("retract", "abort.*hold.*wait"), ("wait", "abort.*hold.*retract")):
         with pytest.raises(ValueError, match=rf"mode must be one of \('{kind}'\), got '{mode}'"):
             client.quiesced(mode)
