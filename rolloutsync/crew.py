@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -19,6 +18,7 @@ from rolloutsync.order import Doing
 from rolloutsync.remote import LinkLost, Task, slim_order, whole_sample
 from rolloutsync.sample import Status
 from rolloutsync.threads import start_thread
+from rolloutsync.workers import hand_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     Deliver = Callable[[Order, Sample], None]
     Parcels = dict[tuple[Lane, str], list[Task]]  # by lane and its incarnation
 
-log = logging.getLogger("rolloutsync.crew")
 _AT_ONCE = 256  # tasks in one message
 _LOOK_S = 1.0
 _ORDERLY = 0.5  # of the time for an end in order; then actors are killed, which takes time too
@@ -306,13 +305,7 @@ class Crew(Actors):
         if sample.engine is not None:
             tokens, attempts = order.news(sample)
             self._fleet.count(sample.engine, requests=attempts, tokens=tokens)
-        if not self._ledger.end(order, sample):
-            log.error("sample %d/%d (%s) ended twice; the second is dropped", order.index, order.member, sample.rid)
-            return
-        try:
-            work.deliver(order, sample)
-        except Exception:  # a thread's outermost frame: the callback is ours, and one sample's must not end the lane
-            log.exception("delivery of sample %d/%d failed", order.index, order.member)
+        hand_over(self._ledger, order, work.deliver, sample)
 
     def _fail(self, work: Work, error: RolloutError) -> None:
         self._end(work, replace(work.order.blank(), status=Status.FAILED, error=error))

@@ -138,7 +138,7 @@ class Workers:
 
     def _work(self, order: Order, deliver: Deliver) -> None:
         self._ledger.take(order)
-        self._hand_over(order, deliver, self._make(order))
+        hand_over(self._ledger, order, deliver, self._make(order))
 
     def _next(self) -> tuple[Order, Deliver] | None:
         until: Deadline | None = None
@@ -168,21 +168,12 @@ class Workers:
             wrapped.__cause__ = error
             return replace(order.blank(), status=Status.FAILED, error=wrapped)
 
-    def _hand_over(self, order: Order, deliver: Deliver, sample: Sample) -> None:
-        if not self._ledger.end(order, sample):
-            log.error("sample %d/%d (%s) ended twice; the second is dropped", order.index, order.member, sample.rid)
-            return
-        try:
-            deliver(order, sample)
-        except Exception:  # a thread's outermost frame: the callback is ours, and one sample's must not end the worker
-            log.exception("delivery of sample %d/%d failed", order.index, order.member)
-
     def drop(self, job: int | None = None) -> None:
         """Deliver what no thread has taken yet (of one job, or of all) ABORTED and unsent, from this thread."""
         with self._lock:
             dropped = self._waiting.take(job)
         for order, deliver in dropped:
-            self._hand_over(order, deliver, order.blank())
+            hand_over(self._ledger, order, deliver, order.blank())
 
     def close(self) -> None:
         """Take nothing more; what waits is delivered ABORTED."""
@@ -198,3 +189,14 @@ class Workers:
         for thread in threads:
             thread.join(deadline.remaining())
         return [thread.name for thread in threads if thread.is_alive()]
+
+
+def hand_over(ledger: Ledger, order: Order, deliver: Deliver, sample: Sample) -> None:
+    """Deliver a sample, unless its order had ended before."""
+    if not ledger.end(order, sample):
+        log.error("sample %d/%d (%s) ended twice; the second is dropped", order.index, order.member, sample.rid)
+        return
+    try:
+        deliver(order, sample)
+    except Exception:  # a thread's outermost frame: the callback is ours, and one sample's must not end the thread
+        log.exception("delivery of sample %d/%d failed", order.index, order.member)
