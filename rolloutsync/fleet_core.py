@@ -108,21 +108,12 @@ class CrewFleet(Fleet):
             self.crew.join_engine(engine.url, urlsplit(engine.url).hostname or "")
         return new
 
-    def remove(self, url: str) -> bool:
+    def remove(self, url: str, *, busy: bool = False) -> bool:
         """As everywhere; one that actors have requests at is a member until they have ended."""
-        busy = self.crew is not None and bool(self.crew.rids(url))
-        known = self._keep(url) if busy else super().remove(url)
+        known = super().remove(url, busy=busy or (self.crew is not None and bool(self.crew.rids(url))))
         if self.crew is not None:
             self.crew.leave_engine(url)
         return known
-
-    def _keep(self, url: str) -> bool:
-        with self._lock:
-            slot = self._slots.get(url)
-            if slot is not None and slot.state is not EngineState.LEAVING:
-                slot.before = slot.state, slot.reason
-                slot.state, slot.reason = EngineState.LEAVING, "removed, its last requests are ending"
-        return slot is not None
 
     def _let_leave(self) -> None:
         """Forget engines that were removed and have nothing of ours any more."""

@@ -55,9 +55,7 @@ class Lane:
     room: int = 0
     tasks: dict[int, Work] = field(default_factory=dict)  # by key
     due: int = 0  # number of the standing that last opened the gate, or closed it
-    stood: int = (
-        -1
-    )  # number of the last standing that it is known to follow: it gets nothing before that is the one due
+    stood: int = -1  # number of the last standing that it is known to follow: it gets nothing before one that is due
     shy_until: float | None = None  # clock seconds: it did not take what it was given, so it gets nothing for a while
     heard: int = -1  # number of the standing under which its last report was made
     killed: bool = False  # by us, and not back yet

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from rolloutsync.client import MemberChanges
 from rolloutsync.clock import Clock
@@ -27,21 +27,15 @@ try:
 except ImportError as missing:
     raise ImportError(f"rolloutsync.ray_engine needs Ray ({missing}): pip install 'rolloutsync[ray]'") from missing
 
+from rolloutsync.ray_actor import in_group  # after the check, which names this module
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rolloutsync.client import RolloutClient
-
-    F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger("rolloutsync.ray_engine")
 CONCURRENCY_GROUPS = {"control": 2, "look": 4}
 MAX_CONCURRENCY = 8  # of the default group, where ``url`` waits
 _ANSWER_S = 5.0
-
-
-def _in_group(name: str) -> Callable[[F], F]:
-    return cast("Callable[[F], F]", ray.method(concurrency_group=name))
 
 
 class EngineWorker:
@@ -92,22 +86,22 @@ class EngineWorker:
         """
         return self.keeper.url(timeout)
 
-    @_in_group("look")
+    @in_group("look")
     def state(self) -> KeptEngine:
         """How the engine is: state, URL, process id, restarts, what it is to serve, and why it last ended."""
         return self.keeper.look()
 
-    @_in_group("look")
+    @in_group("look")
     def pid(self) -> int | None:
         """Id of the engine's main process on the actor's node; None before its first start."""
         return self.keeper.engine.pid
 
-    @_in_group("look")
+    @in_group("look")
     def log_tail(self, lines: int = 40) -> str:
         """The last lines that the engine's present process wrote."""
         return self.keeper.engine.log_tail(lines)
 
-    @_in_group("control")
+    @in_group("control")
     def serve(self, model: str | None, version: str | int | None = None, *, now: bool = False) -> None:
         """Say what a restarted process is to serve; call it after each weight update. Does not touch the running one.
 
@@ -121,7 +115,7 @@ class EngineWorker:
         """
         self.keeper.serve(model, None if version is None else str(version), now=now)
 
-    @_in_group("control")
+    @in_group("control")
     def stop(self) -> None:
         """End the engine for good; blocks until it is gone. The actor stays, and says that it is stopped."""
         self.keeper.stop()

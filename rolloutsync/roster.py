@@ -63,15 +63,16 @@ class Roster:
             self._on_trouble()
         return True
 
-    def remove(self, url: str) -> bool:
-        """No new request goes there; those in flight finish. False if it is not a member."""
+    def remove(self, url: str, *, busy: bool = False) -> bool:
+        """No new request goes there; those in flight (``busy``: somebody else's too) finish. False if no member."""
         with self._changed:
             slot = self._slots.get(url)
-            if slot is not None and slot.leases and slot.state is not EngineState.LEAVING:
+            stays = slot is not None and bool(busy or slot.leases)
+            if slot is not None and stays and slot.state is not EngineState.LEAVING:
                 slot.before = slot.state, slot.reason
                 slot.state, slot.reason = EngineState.LEAVING, "removed, its last requests are ending"
             self._wake_locked()
-            if slot is not None and not slot.leases:
+            if slot is not None and not stays:
                 del self._slots[url]
         return slot is not None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,3 +36,20 @@ def begin(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def await_true(what: Callable[[], bool], means: str | Callable[[], str], seconds: float = 20.0) -> None:
+    """Poll an observable until it shows what the test needs."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        in_time = time.monotonic() < deadline
+        assert in_time, f"waited {seconds:.0f} s for {means if isinstance(means, str) else means()}"
+        time.sleep(0.02)

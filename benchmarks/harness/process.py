@@ -33,9 +33,9 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def memory_bytes(key: str = "VmRSS") -> int:
-    """Of this process: ``VmRSS`` now, ``VmHWM`` at most. (``ru_maxrss`` would count the parent before the exec.)"""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def memory_bytes(key: str = "VmRSS", pid: int | str = "self") -> int:
+    """Of this process or another: ``VmRSS`` now, ``VmHWM`` at most. (``ru_maxrss`` counts the parent too.)"""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return 1024 * int(line.split()[1])
     raise KeyError(key)

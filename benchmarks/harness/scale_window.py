@@ -52,7 +52,7 @@ def _measure(work: Work, spec: dict[str, Any]) -> dict[str, float]:
             _make(fleet, work, work.requests // spec["batches"])
         wall, driver, actors = time.perf_counter() - began, cpu_s() - driver, sum(map(_cpu_s, pids)) - actors
         assert fleet.audit().balanced
-        peaks = [_peak_bytes(pid) for pid in pids]
+        peaks = [memory_bytes("VmHWM", pid) for pid in pids]
     return {
         "wall_s": wall,
         "per_s": work.requests / wall,
@@ -74,13 +74,6 @@ def _cpu_s(pid: int) -> float:
     """User and system seconds of another process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def _peak_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    raise KeyError("VmHWM")
 
 
 if __name__ == "__main__":

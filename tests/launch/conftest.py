@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from rolloutsync.launch import LaunchedEngine, launch_engine
+from tests.processes import await_true
 
 from .servers import Script
 
@@ -56,20 +56,3 @@ def carrying(mark: str) -> dict[int, str]:
             if mark.encode() in text:
                 found[int(folder.name)] = words.decode(errors="replace")[:200]
     return found
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def await_true(what: Callable[[], bool], means: str | Callable[[], str], seconds: float = 20.0) -> None:
-    """Poll an observable until it shows what the test needs."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        in_time = time.monotonic() < deadline
-        assert in_time, f"waited {seconds:.0f} s for {means if isinstance(means, str) else means()}"
-        time.sleep(0.02)

@@ -17,8 +17,9 @@ from rolloutsync.keeper import Keeper
 from rolloutsync.launch import LaunchedEngine
 from rolloutsync.launch_plan import LaunchPlan
 from tests.fakes import FakeClock
+from tests.processes import await_true
 
-from .conftest import QUICK, await_true
+from .conftest import QUICK
 from .servers import Script
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,9 @@ from rolloutsync.launch import LaunchedEngine, launch_engine
 from rolloutsync.launch_plan import LaunchPlan
 from tests.background import in_thread
 from tests.fakes import FakeClock
+from tests.processes import alive, await_true
 
-from .conftest import QUICK, alive, await_true, carrying
+from .conftest import QUICK, carrying
 from .servers import Script
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import begin
+from tests.processes import alive, await_true, begin
 
-from .conftest import alive, await_true
 from .servers import Script
 
 pytestmark = pytest.mark.slow

@@ -6,9 +6,7 @@ Nothing here imports Ray before a test needs it, so the fast suite does without.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 
 from rolloutsync import RetryPolicy, Timeouts
 from rolloutsync.sim import SimFleet
+from tests.processes import alive, await_true
 from tests.ray.cluster import local_ray
 from tests.ray.guard import watch_threads
 from tests.real.network import Namespace
@@ -138,15 +137,6 @@ def leak_guard(request: pytest.FixtureRequest, before_the_guard: None) -> Iterat
 # --- what the engines and the processes themselves say ---
 
 
-def await_true(what: Callable[[], bool], means: str | Callable[[], str], seconds: float = 20.0) -> None:
-    """Poll an observable until it shows what the test needs."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        in_time = time.monotonic() < deadline
-        assert in_time, f"waited {seconds:.0f} s for {means if isinstance(means, str) else means()}"
-        time.sleep(0.02)
-
-
 def running(fleet: SimFleet) -> int:
     """Requests that the engines themselves say they have."""
     return sum(counts(fleet))
@@ -172,14 +162,6 @@ def await_running(fleet: SimFleet, count: int) -> None:
 def await_idle(fleet: SimFleet) -> None:
     """Nobody aborts here: the engines see that nobody waits any more."""
     await_running(fleet, 0)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def pid_of(ray: ModuleType, actor: Any) -> int:

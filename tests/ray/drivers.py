@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
-from tests.ray.conftest import await_true
+from tests.processes import await_true
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "ROLLOUTSYNC_TEST_DRIVER"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rolloutsync import Sample
 from rolloutsync.sim import SimFleet
-from tests.ray.conftest import OPTIONS, alive, await_true, pid_of
+from tests.processes import alive, await_true
+from tests.ray.conftest import OPTIONS, pid_of
 
 if TYPE_CHECKING:
     from rolloutsync.ray_fleet import RolloutFleet

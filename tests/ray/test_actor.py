@@ -29,7 +29,8 @@ from rolloutsync import (
 from rolloutsync.errors import Cut, Phase
 from rolloutsync.sim import SimFleet
 from tests.client.kit import ENDLESS, check_sample, params, prompts
-from tests.ray.conftest import OPTIONS, ROUTED, MakeActor, alive, await_idle, await_running, await_true, pid_of
+from tests.processes import alive, await_true
+from tests.ray.conftest import OPTIONS, ROUTED, MakeActor, await_idle, await_running, pid_of
 
 pytestmark = pytest.mark.ray
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rolloutsync import EngineLaunchError, EngineState, RolloutClient, Status
-from tests.ray.conftest import OPTIONS, alive, await_true
+from tests.processes import alive, await_true
+from tests.ray.conftest import OPTIONS
 
 pytestmark = pytest.mark.ray
 

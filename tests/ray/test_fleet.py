@@ -16,8 +16,9 @@ from rolloutsync import Status
 from rolloutsync.sim import SimFleet
 from rolloutsync.sim.tokens import expected_tokens
 from tests.client.kit import ENDLESS, ScriptedEngine, calls, check_sample, params, prompts
+from tests.processes import await_true
 from tests.ray.cluster import STORE_BYTES
-from tests.ray.conftest import ROUTED, await_running, await_true, pid_of, running
+from tests.ray.conftest import ROUTED, await_running, pid_of, running
 from tests.ray.fleets import MakeFleet, fleets, homes, tasks, warm
 from tests.ray.test_actor import in_object_store
 

@@ -15,7 +15,8 @@ from rolloutsync import EngineUnavailableError, RolloutError, Status, Timeouts, 
 from rolloutsync.sim import Fault, SimFleet
 from rolloutsync.sim.fleet import SimEngine
 from tests.client.kit import ENDLESS, check_sample, params, prompts
-from tests.ray.conftest import await_running, await_true, counts, running
+from tests.processes import await_true
+from tests.ray.conftest import await_running, counts, running
 from tests.ray.fleets import FLEET, MakeFleet, fleets, kill, lines, rids_of, tasks, up, warm
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from rolloutsync.sim import SimFleet
-from tests.ray.conftest import await_idle, await_true, running
+from tests.processes import await_true
+from tests.ray.conftest import await_idle, running
 from tests.ray.drivers import Driver
 
 pytestmark = pytest.mark.ray

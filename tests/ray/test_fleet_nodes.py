@@ -15,8 +15,9 @@ import pytest
 from rolloutsync.sim import SimFleet
 from rolloutsync.sim.tokens import expected_tokens
 from tests.client.kit import prompts
+from tests.processes import await_true
 from tests.ray.cluster import QUIET
-from tests.ray.conftest import await_true, running
+from tests.ray.conftest import running
 from tests.ray.drivers import Driver
 from tests.ray.fleets import rids_of
 

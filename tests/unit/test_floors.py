@@ -89,7 +89,7 @@ _FLOORS = {
     "__init__": 11,
     "cli": 11,
     "ray_actor": 11,
-    "ray_engine": 11,
+    "ray_engine": 12,
 }
 _HEAVY = {"torch", "pyarrow", "ray", "sglang", "vllm", "uvicorn", "starlette", "matplotlib", "typer", "rich", "asyncio"}
 _OF_RAY = {"ray_actor", "ray_engine", "ray_link", "ray_fleet"}
