@@ -24,6 +24,7 @@ from tests.ray.fleets import rids_of
 pytestmark = pytest.mark.ray
 
 COUNT, N, TOKENS = 40, 2, 1500
+_HELD_S = 0.2  # for each token
 SCRIPT = """
 import json, os, signal, sys, time
 
@@ -107,7 +108,7 @@ def folder() -> Iterator[str]:
 @pytest.mark.parametrize("shared", [False, True], ids=["parted", "shared"])
 def test_a_node_dies_in_mid_batch(shared: bool, engines: SimFleet, folder: str, tmp_path: Path) -> None:
     """Every sample is accounted for, once, and is what it must be; the weights are right before and after."""
-    out = tmp_path / "told.json"
+    out, lost = tmp_path / "told.json", COUNT * N // 2
     params = {"max_new_tokens": TOKENS, "ignore_eos": True}
     code = SCRIPT.format(
         prompts=prompts(COUNT),
@@ -120,7 +121,10 @@ def test_a_node_dies_in_mid_batch(shared: bool, engines: SimFleet, folder: str, 
         out=out,
     )
     keys = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex, "RAY_ADDRESS": ""}
+    pace(engines, _HELD_S)
     with Driver(code, tmp_path, **QUIET, **keys) as driver:
+        await_true(lambda: driver.ended or len(rids_of(engines, "aborted")) == lost, driver.output, 80.0)
+        pace(engines, None)  # until then nothing ends by itself
         await_true(lambda: driver.ended, driver.output, 80.0)
         assert driver.wait() == 0, driver.output()
         driver.await_no_process()
@@ -135,8 +139,13 @@ def test_a_node_dies_in_mid_batch(shared: bool, engines: SimFleet, folder: str, 
     assert {tuple(versions) for *_, versions, _ in told["after"]} == {("w2",)}
     assert told["left"] == []
     assert {str(rid) for _, _, _, rid, *_ in told["samples"]} <= rids_of(engines, "finished")
-    assert len(rids_of(engines, "aborted")) == COUNT * N // 2
+    assert len(rids_of(engines, "aborted")) == lost
     assert running(engines) == 0
+
+
+def pace(engines: SimFleet, step_s: float | None) -> None:
+    for engine in engines.engines:
+        engine.slow_down(step_s)
 
 
 def check(samples: list[Any], n: int, tokens: int, version: str) -> None:
