@@ -44,9 +44,6 @@ class _Answer:
         if told is not None and told != rid:
             raise ProtocolError(f"the answer bears another request's id {told!r}, ours is {rid!r}")
 
-    def wants(self, field: str) -> bool:
-        return bool(self.prompt.fields.get(field))
-
     @property
     def whole(self) -> bool:
         """Whether it ran to its own end; an aborted one may lack anything."""
@@ -82,7 +79,7 @@ def decode(
     whole = _Answer(answer, prompt, rid)
     ids = _output_ids(whole)
     text = whole.top.get("text")
-    wants = whole.wants
+    wants = prompt.fields.get
     return Segment(
         finish=whole.finish,
         text=text if isinstance(text, str) else "",
@@ -142,7 +139,7 @@ def _output_ids(answer: _Answer) -> IntArray:
 
 def _logprobs(answer: _Answer, ids: IntArray) -> FloatArray | None:
     rows = answer.meta.get("output_token_logprobs")
-    if not answer.wants("return_logprob"):
+    if not answer.prompt.fields.get("return_logprob"):
         return None
     if rows is None and len(ids) == 0:
         return NO_LOGPROBS
