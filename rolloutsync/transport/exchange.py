@@ -74,6 +74,7 @@ class Exchange:
         self.connection: Any = None  # the TrackedConnection in use
         self.reused = False
         self.sent_at: float | None = None
+        self.broken_at: float | None = None  # where nobody waited for it; else it is now
         self.answered = False  # at least one byte of the answer was seen
         self.early = False  # and that before the whole request was sent
         self.connect_error: BaseException | None = None
@@ -219,7 +220,8 @@ class Exchange:
             return Phase.BODY
         if self.reason is not None:
             return Phase.SENT  # our own cut is never read as the keep-alive race
-        lately = self.sent_at is None or self.clock.monotonic() - self.sent_at <= _RACE_WINDOW_S
+        now = self.clock.monotonic() if self.broken_at is None else self.broken_at
+        lately = self.sent_at is None or now - self.sent_at <= _RACE_WINDOW_S
         return Phase.RACE if self.reused and lately else Phase.SENT
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rolloutsync.transport.session import LaneAdapter
 
 _MOST_ROUTES = 4096  # kept; control(path) makes one for each path
-_FIRST_READ = 1 << 16
+FIRST_READ = 1 << 16
 _LARGEST = 1 << 28  # bytes; memory for a longer body is touched only as it comes
 _MOST_FORMS = 1024
 _STATUS = re.compile(rb"http/1\.1 ([2-5]\d\d)[ \r]")
@@ -149,7 +149,11 @@ def send(connection: Any, exchange: Exchange, route: Route, body: bytes | None) 
 
 
 def read(
-    connection: Any, exchange: Exchange, reserve: Callable[[int], int], buffer: Callable[[int], bytearray]
+    connection: Any,
+    exchange: Exchange,
+    reserve: Callable[[int], int],
+    buffer: Callable[[int], bytearray],
+    seen: bytes = b"",
 ) -> Answer:
     """Read one answer to its end.
 
@@ -158,8 +162,10 @@ def read(
         exchange: That it is for.
         reserve: Is told the length of the body, and says how much of it it counts.
         buffer: Gives a buffer of a length.
+        seen: What has come of it already.
     """
-    seen, end = _read_head(connection.sock, exchange)
+    seen = seen or _read_first(connection.sock, exchange)
+    end = _end_of_head(seen)
     usual = _usual_form(seen, end)
     if usual is None:
         return _read_unusual(connection, seen, reserve)
@@ -174,12 +180,31 @@ def read(
     return Answer(status, seen[:end], start, reserved)
 
 
-def _read_head(sock: Any, exchange: Exchange) -> tuple[bytes, int]:
-    """What has come at first, and where the head ends in it; 0 where it does not, which is for http.client to judge."""
+def whole_answer(seen: bytes) -> tuple[Answer | None, bool]:
+    """The answer, if all of a usual one has come; else whether what is missing of it is short."""
+    end = _end_of_head(seen)
+    if end == 0:
+        return None, len(seen) < FIRST_READ
+    usual = _usual_form(seen, end)
+    if usual is None or len(seen) > end + usual[1]:  # what follows is nobody's: read() says so
+        return None, False
+    status, length = usual
+    if len(seen) < end + length:
+        return None, end + length <= FIRST_READ
+    return Answer(status, seen[:end], seen[end:], 0), False
+
+
+def _read_first(sock: Any, exchange: Exchange) -> bytes:
+    """What comes at first."""
     usher = exchange.usher
-    seen: bytes = sock.recv(_FIRST_READ) if usher is None else usher.receive(sock, _FIRST_READ)
+    seen: bytes = sock.recv(FIRST_READ) if usher is None else usher.receive(sock, FIRST_READ)
     exchange.answered = bool(seen)
-    return seen, seen.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in seen else 0
+    return seen
+
+
+def _end_of_head(seen: bytes) -> int:
+    """Where the head ends; 0 where it does not, which is for http.client to judge."""
+    return seen.find(b"\r\n\r\n") + 4 if b"\r\n\r\n" in seen else 0
 
 
 def _usual_form(seen: bytes, end: int) -> tuple[int, int] | None:

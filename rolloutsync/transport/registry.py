@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.25
 _CROWD = 128
+_FEW = 4
 
 
 class Registry:
@@ -66,6 +67,11 @@ class Registry:
     def crowded(self) -> bool:
         """Whether so many exchanges are under way that their threads are let in a few at a time."""
         return len(self._exchanges) > _CROWD
+
+    @property
+    def few(self) -> bool:
+        """Whether so few exchanges are under way that each is quickest in a thread of its own."""
+        return len(self._exchanges) < _FEW
 
     def leave(self, exchange: Exchange) -> None:
         """An exchange has ended, well or not."""

@@ -17,7 +17,8 @@ from rolloutsync.errors import Cut, Phase, TransportError
 from rolloutsync.transport.budget import LARGE_BYTES, BodyBudget
 from rolloutsync.transport.connection import set_current_exchange
 from rolloutsync.transport.exchange import CutError, Exchange, Lane, connect_phase, find_errno
-from rolloutsync.transport.lean import Answer, LeanPath, Route, headers_of, length_of, read, send
+from rolloutsync.transport.lean import Answer, LeanPath, headers_of, length_of, read, send
+from rolloutsync.transport.pending import Pending
 from rolloutsync.transport.registry import Registry
 from rolloutsync.transport.session import LaneAdapter, make_session, socket_options
 from rolloutsync.transport.usher import Usher
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 
     from rolloutsync.clock import Clock, Deadline
     from rolloutsync.config import Timeouts
+    from rolloutsync.transport.pending import Landed
 
 _CONNECTS_AT_ONCE = {Lane.DATA: 56, Lane.CONTROL: 8}  # for each engine; a control call waits for no generate
+_AT_ONCE_BYTES = 1 << 14  # the kernel takes so much on a connection that has nothing to send
 _NO_TURN = contextlib.nullcontext()
 _FOREIGN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
@@ -135,18 +138,28 @@ class Transport:
             raise self._broken(made, CutError(errno.ECANCELED, "no time left"), f"{method} {url}")
         self._registry.enter(made)
         set_current_exchange(made)
-        try:
+
+        def answer() -> Answer:
             route = self._lean.route(method, url, headers, lane)
-            if route is not None:
-                answer = self._send_lean(made, route, body)
-            else:
-                answer = self._send_plain(made, method, url, headers, body)
+            if route is None:
+                return self._send_plain(made, method, url, headers, body)
+            connection = made.borrow(route.pool)
+            if self._registry.crowded and made.watched and lane is Lane.DATA and not connection.speaks_tls:
+                made.usher = self._usher
+            send(connection, made, route, body)
+            return self._receive(connection, made)
+
+        return self._conclude(made, answer, method, url)
+
+    def _conclude(self, made: Exchange, answer_of: Callable[[], Answer], *what: str) -> Reply:
+        try:
+            answer = answer_of()
             if answer.status == 101:
                 made.discard()  # what follows on this socket is not HTTP
         except BaseException as error:
             made.discard()
             if isinstance(error, _FOREIGN):
-                raise self._broken(made, error, f"{method} {url}") from error
+                raise self._broken(made, error, " ".join(what)) from error
             raise
         finally:
             set_current_exchange(None)
@@ -154,11 +167,91 @@ class Transport:
             self._registry.leave(made)
         return Reply(answer, made, self._budget)
 
-    def _send_lean(self, made: Exchange, route: Route, body: bytes | None) -> Answer:
-        connection = made.borrow(route.pool)
-        if self._registry.crowded and made.lane is Lane.DATA and not connection.speaks_tls:
-            made.usher = self._usher
-        send(connection, made, route, body)
+    # --- an exchange that no thread waits for ---
+
+    def parks(self, url: str, deadline: Deadline) -> bool:
+        """Whether a request may be sent whose answer no thread waits for.
+
+        Not where so few exchanges are under way that each is quickest in a thread of its own.
+        """
+        there = self._usher is not None and not self._registry.few and not deadline.expired
+        return there and not url.startswith("https:")
+
+    def send_off(
+        self,
+        *,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        engine: str,
+        deadline: Deadline,
+        rid: str,
+        relieve: Callable[[], None] | None,
+    ) -> Pending | None:
+        """Post a request on the data lane, and read its answer later, by ``finish``; arguments as for ``exchange``.
+
+        Blocks while it connects or sends much, and calls ``relieve`` before. None: nothing was sent: ``parks`` says no,
+        or only ``exchange`` can make this one, or that would block and there is no ``relieve``.
+        """
+        large = len(body) > _AT_ONCE_BYTES
+        if not self.parks(url, deadline) or (large and relieve is None):
+            return None
+        route = self._lean.route("POST", url, headers, Lane.DATA)
+        if route is None:
+            return None
+        made = self._make(Lane.DATA, engine, deadline, rid, fresh=False)
+        pending = Pending(made, f"POST {url}")
+        self._registry.enter(made)
+        set_current_exchange(made)
+        try:
+            connection = made.borrow(route.pool)
+            blocks = large or connection.sock is None
+            if blocks and relieve is not None:
+                relieve()
+            if made.watched and (relieve is not None or not blocks):
+                made.usher = self._usher
+                send(connection, made, route, body)
+                pending.connection = connection
+        except _FOREIGN as error:
+            pending.error = error
+        except BaseException:
+            made.discard()
+            raise
+        finally:
+            set_current_exchange(None)
+            if pending.connection is None and pending.error is None:
+                made.end()
+                self._registry.leave(made)
+        return None if pending.connection is None and pending.error is None else pending
+
+    def park(self, pending: Pending, landed: Landed) -> bool:
+        """Have the usher's thread read the answer; it calls ``landed(whole)``.
+
+        Until then nobody else may touch ``pending``. ``whole``: it is whole and a success, so that ``finish`` does not
+        block, as nothing in ``landed`` may. What that returns is called when all answers that came with this one have
+        landed. False: ``finish`` it yourself.
+        """
+        if self._usher is None or pending.error is not None or pending.exchange.usher is None:
+            return False
+        return pending.park(self._usher, landed)
+
+    def finish(self, pending: Pending) -> Reply:
+        """Read what is left of an answer. Blocks and raises as ``exchange``."""
+        made = pending.exchange
+        set_current_exchange(made)
+
+        def answer() -> Answer:
+            if pending.error is not None:
+                raise pending.error
+            if pending.answer is None:
+                return self._receive(pending.connection, made, pending.seen)
+            if made.reason is not None:
+                raise CutError(errno.ECANCELED, "cut while reading the answer")
+            return pending.answer
+
+        return self._conclude(made, answer, pending.what)
+
+    def _receive(self, connection: Any, made: Exchange, seen: bytes = b"") -> Answer:
         reserved = 0
 
         def reserve(size: int) -> int:
@@ -167,7 +260,7 @@ class Transport:
             return reserved
 
         try:
-            answer = read(connection, made, reserve, self._budget.buffer)
+            answer = read(connection, made, reserve, self._budget.buffer, seen)
             if made.reason is not None:
                 raise CutError(errno.ECANCELED, "cut while reading the answer")
         except BaseException:
