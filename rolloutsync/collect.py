@@ -131,7 +131,7 @@ class _Row:
 
 
 class Collector:
-    """One ``collect``. ``run`` is called once, in the caller's thread; workers deliver from theirs."""
+    """One ``collect``. ``run`` is called once, in the caller's thread; samples are delivered from others."""
 
     def __init__(self, plan: Plan, means: Means) -> None:
         self._plan = plan
@@ -256,7 +256,7 @@ class Collector:
         self._sent |= bool(rows)
 
     def _deliver(self, order: Order, sample: Sample) -> None:
-        """Called by a worker, once for each sample."""
+        """Called by another thread, once for each sample. Does not block."""
         row = self._rows[order.index]
         with self._changed:
             self._tokens += len(sample.output_ids) - len(row.samples[order.member].output_ids)

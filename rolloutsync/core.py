@@ -247,7 +247,8 @@ class Core:
             future.set_result(item)
             return future
         future.set_running_or_notify_cancel()
-        self.workers.admit(self._orders(request, number, stop), lambda _, sample: future.set_result(sample))
+        orders = [replace(order, calls_back=True) for order in self._orders(request, number, stop)]
+        self.workers.admit(orders, lambda _, sample: future.set_result(sample))
         return future
 
     def collect(self, plan: Plan, rules: BatchRules) -> Collected:

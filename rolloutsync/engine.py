@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rolloutsync.clock import Deadline
 from rolloutsync.dialects.base import Call, LoadKind, LoadReading, unknown_load
@@ -22,18 +22,28 @@ from rolloutsync.order import new_rid
 from rolloutsync.transport import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rolloutsync.order import Group
     from rolloutsync.sample import Prompt, Segment
-    from rolloutsync.transport import Reply
+    from rolloutsync.transport import Landed, Pending, Reply
 
 _CONTINUE_S = 2.0
 _BAD_REQUEST = 400
+_SHORT = 2048  # ids, or letters, which make no large request
 _CALLS_EACH = (
     3  # by chance one of four front ends is missed by three in a hundred drains, and then the next sweep finds it
 )
 _BROKEN = {Phase.RACE, Phase.SENT, Phase.BODY}
+
+
+class Flight(NamedTuple):
+    """A generate that was sent, and whose answer no thread waits for yet."""
+
+    routes: Sequence[str]
+    route: str
+    call: Call
+    pending: Pending
 
 
 class Engine(Endpoint):
@@ -50,17 +60,23 @@ class Engine(Endpoint):
         dp_rank: int | None = None,
         fresh: bool = False,
         group: Group | None = None,  # noqa: ARG002 - a router wants to know what belongs together
+        flight: Flight | None = None,
     ) -> Segment:
         """Generate one sample's tokens; blocks until the engine has them all, or ``deadline``.
 
-        Where the engine lacks the best way it is asked by the next, also from then on.
+        Where the engine lacks the best way it is asked by the next, also from then on. With the ``flight`` of a request
+        that ``send_off`` has sent, nothing more is sent at first.
         """
         while True:
-            routes = self.dialect.generate_routes(prompt, self.facts)
-            route = routes[0] if not self._lacking else self._first_there(routes)
+            routes, route = self._routes(prompt) if flight is None else (flight.routes, flight.route)
             try:
-                call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank, route=route)
-                with self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh) as reply:
+                if flight is None:
+                    call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank, route=route)
+                    reply = self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh)
+                else:
+                    call, reply = flight.call, self._transport.finish(flight.pending)
+                    flight = None
+                with reply:
                     try:
                         with self._transport.turn_for(reply):
                             return self._decode(call, reply, prompt, rid)
@@ -72,6 +88,48 @@ class Engine(Endpoint):
                 if not self._finds_another_way(routes, route, error):
                     error.engine, error.rid = self.url, rid
                     raise
+
+    def _routes(self, prompt: Prompt) -> tuple[Sequence[str], str]:
+        """The ways to ask for a prompt's tokens, and the best that the engine is not known to lack."""
+        routes = self.dialect.generate_routes(prompt, self.facts)
+        return routes, routes[0] if not self._lacking else self._first_there(routes)
+
+    def parks(self, prompt: Prompt, deadline: Deadline, *, block: bool) -> bool:
+        """Whether it is of any use to ask for ``send_off``. Cheap."""
+        asked = prompt.text if prompt.input_ids is None else prompt.input_ids
+        large = prompt.image_data is not None or asked is None or len(asked) > _SHORT
+        return (block or not large) and self._transport.parks(self.url, deadline)
+
+    def send_off(
+        self,
+        prompt: Prompt,
+        rid: str,
+        *,
+        deadline: Deadline,
+        dp_rank: int | None,
+        relieve: Callable[[], None] | None,
+    ) -> Flight | None:
+        """Send what ``generate`` would send at first, and read the answer later; see ``Transport.send_off``.
+
+        Raises:
+            RolloutError: It cannot be sent; nothing was.
+        """
+        routes, route = self._routes(prompt)
+        call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank, route=route)
+        pending = self._transport.send_off(
+            url=self.url + call.path,
+            headers=self._headers(call),
+            body=call.body or b"",
+            engine=self.url,
+            deadline=deadline,
+            rid=rid,
+            relieve=relieve,
+        )
+        return None if pending is None else Flight(routes, route, call, pending)
+
+    def park(self, flight: Flight, landed: Landed) -> bool:
+        """See ``Transport.park``."""
+        return self._transport.park(flight.pending, landed)
 
     def _first_there(self, routes: Sequence[str]) -> str:
         return next((route for route in routes if route not in self._lacking), routes[-1])

@@ -90,32 +90,59 @@ class Fleet(Roster):
 
     # --- leases ---
 
-    def lease(self, order: Order, rid: str, deadline: Deadline, *, avoid: str | None = None) -> Lease | Turned:
+    def lease(
+        self,
+        order: Order,
+        rid: str,
+        deadline: Deadline,
+        *,
+        avoid: str | None = None,
+        gives_way: Callable[[], bool] = lambda: False,
+    ) -> Lease | Turned:
         """Block until a live engine has room, and count the request there.
 
         Prefers another engine than ``avoid``. Ends early when the order is called off, at ``deadline``, when the
-        client closes, and after ``engine_wait_s`` without any live engine.
+        client closes, after ``engine_wait_s`` without any live engine, and within a second of ``gives_way()``.
         """
         with self._lock:
             suspect = bool(order.life.died_on)
             place = self._place_suspect_locked if suspect else self._place_locked
-            found = place(order, rid, deadline, avoid)
+            found = place(order, rid, deadline, avoid, gives_way)
             if order.group.sticky:
                 leave_line(self._slots, order)
         if isinstance(found, Lease) and found.first:
             self._on_busy(found.engine)
         return found
 
-    def _place_suspect_locked(self, order: Order, rid: str, deadline: Deadline, avoid: str | None) -> Lease | Turned:
+    def lease_now(self, order: Order, rid: str, deadline: Deadline) -> Lease | None:
+        """The lease that ``lease`` would give at once; None where it would wait, or turn the order away."""
+        with self._lock:
+            waits = self._wanting or order.group.sticky or order.life.died_on or self._gate.mode is not GateMode.OPEN
+            if waits or self._turned_locked(order, deadline) is not None:
+                return None
+            now = self._clock.monotonic()
+            slot = choose(self._slots, order, None, now)
+            if slot is None:
+                return None
+            found = take(self._slots, slot, order, rid, now)
+        if found.first:
+            self._on_busy(found.engine)
+        return found
+
+    def _place_suspect_locked(
+        self, order: Order, rid: str, deadline: Deadline, avoid: str | None, gives_way: Callable[[], bool]
+    ) -> Lease | Turned:
         self._suspects += 1
         self._most_suspects = max(self._most_suspects, self._suspects)
         try:
-            return self._place_locked(order, rid, deadline, avoid)
+            return self._place_locked(order, rid, deadline, avoid, gives_way)
         finally:
             self._suspects -= 1
             self._most_suspects = self._most_suspects if self._suspects else 0
 
-    def _place_locked(self, order: Order, rid: str, deadline: Deadline, avoid: str | None) -> Lease | Turned:
+    def _place_locked(
+        self, order: Order, rid: str, deadline: Deadline, avoid: str | None, gives_way: Callable[[], bool]
+    ) -> Lease | Turned:
         while True:
             patience: Deadline | None = None
             if (turned := self._turned_locked(order, deadline)) is not None:
@@ -127,6 +154,8 @@ class Fleet(Roster):
                 patience = self._patience_locked(order)
                 if patience is not None and patience.expired:
                     return Turned.UNAVAILABLE
+            if gives_way():
+                return Turned.ASIDE
             queue = line_up(self._slots, order, self._lock) or self._room
             heal_s = _HEAL_SUSPECT_S if order.life.died_on else _HEAL_S
             self._wanting += 1
@@ -157,6 +186,12 @@ class Fleet(Roster):
         if None not in {version, expected} and version != expected and lease.since > self.expected_since:
             words = f"{STALE}: it answered with weights {version!r}, the fleet has {expected!r}"
             self.set_state(lease.engine.url, EngineState.QUARANTINED, words)
+
+    def give_back(self, lease: Lease) -> None:
+        """Nothing was sent on it."""
+        with self._lock:
+            lease.slot.requests -= 1
+        self.release(lease)
 
     def count(self, url: str, *, requests: int, tokens: int) -> None:
         """Requests that somebody else has made for us have ended, the last of them at this engine."""

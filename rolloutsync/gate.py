@@ -24,6 +24,7 @@ class Turned(Enum):
     CLOSED = "client closed"
     UNAVAILABLE = "no live engine"
     DEADLINE = "deadline"
+    ASIDE = "gave way"
 
 
 class Gate:

@@ -79,7 +79,7 @@ class Job:
         return f"<Job: {len(self._finished)} of {len(self._slots)} samples>"
 
     def deliver(self, order: Order, sample: Sample) -> None:
-        """Called by a worker, once for each order."""
+        """Called by another thread, once for each order. Does not block."""
         place = order.index * self._n + order.member
         with self._lock:
             self._slots[place] = sample

@@ -110,6 +110,7 @@ class Order:
         closings: How many drains there had been when it was admitted: one more calls it off.
         life: How far it has come.
         base: The partial that goes on; ``prompt`` then has its tokens. None for a fresh sample.
+        calls_back: Its delivery runs the user's code, which may block.
     """
 
     prompt: Prompt
@@ -126,6 +127,7 @@ class Order:
     own_stop: Stop = field(default_factory=Stop)
     life: Life = field(default_factory=Life)
     base: Sample | None = None
+    calls_back: bool = False
 
     @property
     def stopped(self) -> bool:

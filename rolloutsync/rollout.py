@@ -21,11 +21,14 @@ from rolloutsync.errors import (
 )
 from rolloutsync.gate import Turned
 from rolloutsync.growth import extend, make
+from rolloutsync.journey import Journey, Trail
 from rolloutsync.order import Doing, new_rid
 from rolloutsync.sample import Sample, Segment, Status, Timing
 from rolloutsync.slot import EngineState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rolloutsync.clock import Clock
     from rolloutsync.config import RetryPolicy, Timeouts
     from rolloutsync.engine import Engine
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from rolloutsync.order import Order
     from rolloutsync.retry import Judge, Verdict
     from rolloutsync.slot import Lease
+    from rolloutsync.transport import Landed
 
 log = logging.getLogger("rolloutsync.rollout")
 _FINISHES = {"stop", "length", "abort"}
@@ -40,29 +44,6 @@ _CALLED_OFF = {Cut.DRAIN, Cut.ABORT, Cut.CLOSE}
 _INTERNAL = 500
 _LATE_S = 0.5  # for the abort of a request whose sample is out of time: it must end within a second
 _AFTER_SENDING = {Phase.RACE, Phase.SENT, Phase.BODY}
-
-
-class _Trail:
-    """What has happened to one sample so far. Local to the thread that runs it."""
-
-    def __init__(self, order: Order, deadline: Deadline) -> None:
-        self.order = order
-        self.deadline = deadline
-        self.rid = new_rid()
-        self.attempts = 0
-        self.broken_answers = 0
-        self.avoid: str | None = None
-        self.engine: str | None = None
-        self.fresh = False
-        self.queued_s: float | None = None
-        self.engine_s = 0.0
-        self.last_error: RolloutError | None = None
-
-    def note(self, doing: Doing, at: float) -> None:
-        """Tell whoever asks how far the sample has come."""
-        life = self.order.life
-        life.rid, life.engine, life.attempts = self.rid, self.engine, self.attempts
-        life.now(doing, at)
 
 
 class Rollout:
@@ -77,27 +58,100 @@ class Rollout:
 
     def run(self, order: Order) -> Sample:
         """Block until the sample has ended, in whatever way; never raises for anything an engine does."""
-        deadline = order.deadline.or_sooner(self._fleet.active, self._timeouts.sample_s)
-        trail = _Trail(order, deadline)
+        journey = self.journey(order)
+        while (sample := self.travel(journey)) is None:
+            pass
+        return sample
+
+    def journey(self, order: Order) -> Journey:
+        """The way of a sample, which ``travel`` goes to its end, or another with ``set_out``, ``park`` and ``land``."""
+        return Journey(Trail(order, order.deadline.or_sooner(self._fleet.active, self._timeouts.sample_s)))
+
+    def travel(self, journey: Journey, gives_way: Callable[[], bool] = lambda: False) -> Sample | None:
+        """Go on from wherever it is to the end, see ``run``. None: it waits for a place, and ``gives_way()``."""
+        trail = journey.trail
         while True:
-            trail.note(Doing.PLACE, self._clock.monotonic())
-            place = self._fleet.lease(order, trail.rid, trail.deadline, avoid=trail.avoid)
-            if isinstance(place, Turned):
-                return self._turned_away(trail, place)
-            if trail.queued_s is None:
-                trail.queued_s = self._clock.monotonic() - order.admitted_at
-            sample = self._try(trail, place)
+            if journey.lease is None:
+                trail.note(Doing.PLACE, self._clock.monotonic())
+                place = self._fleet.lease(
+                    trail.order, trail.rid, trail.deadline, avoid=trail.avoid, gives_way=gives_way
+                )
+                if place is Turned.ASIDE:
+                    return None
+                if isinstance(place, Turned):
+                    return self._turned_away(trail, place)
+                self._placed(journey, place)
+            sample = self._try(journey)
             if sample is not None:
                 return sample
 
-    def _try(self, trail: _Trail, lease: Lease) -> Sample | None:
+    def _placed(self, journey: Journey, lease: Lease) -> None:
+        journey.lease, trail = lease, journey.trail
+        if trail.queued_s is None:
+            trail.queued_s = self._clock.monotonic() - trail.order.admitted_at
+
+    # --- with nobody who waits for the answer ---
+
+    def set_out(self, journey: Journey, relieve: Callable[[], None] | None) -> bool:
+        """Have its first request sent, where there is room at an engine; whether it was.
+
+        Not where a thread that waits for the answer is quicker. ``relieve`` is called before it blocks, as a connect
+        does; with None it never does.
+        """
+        trail = journey.trail
+        lease = self._fleet.lease_now(trail.order, trail.rid, trail.deadline)
+        if lease is None:
+            return False
+        try:
+            if lease.engine.parks(trail.order.prompt, trail.deadline, block=relieve is not None):
+                self._depart(trail, lease)
+                journey.flight = lease.engine.send_off(
+                    trail.order.prompt, trail.rid, deadline=trail.deadline, dp_rank=lease.dp_rank, relieve=relieve
+                )
+        except RolloutError:
+            pass  # travel() finds it again, and judges it
+        finally:
+            if journey.flight is None:  # who waits for a thread must keep no place, nor send once it is called off
+                self._fleet.give_back(lease)
+            else:
+                self._placed(journey, lease)
+        return journey.flight is not None
+
+    def park(self, journey: Journey, landed: Landed) -> bool:
+        """Have the usher read the answer, and call ``landed(whole)`` from its thread; see ``Transport.park``.
+
+        False: travel on. True: nobody may touch the journey until then.
+        """
+        flight, lease = journey.flight, journey.lease
+        return flight is not None and lease is not None and lease.engine.park(flight, landed)
+
+    def land(self, journey: Journey) -> Sample | None:
+        """The answer has come whole: its sample. Does not block. None: what has to be done now does; travel on."""
+        trail, lease = journey.trail, journey.at
+        try:
+            segment = self._send(journey)
+            sample = self._delivered(trail, segment)
+        except RolloutError as error:
+            journey.error = error
+            return None
+        except BaseException:
+            journey.lease = None
+            self._fleet.release(lease)
+            raise
+        self._fleet.release(lease, answered=True, tokens=len(segment.output_ids), version=_version(segment))
+        return sample
+
+    # --- one request ---
+
+    def _try(self, journey: Journey) -> Sample | None:
         """One request on a lease, and once more at once after a keep-alive race. None: get another lease."""
+        trail, lease = journey.trail, journey.at
         retry = False
         segment: Segment | None = None
         try:
             while True:
                 try:
-                    segment = self._send(trail, lease)
+                    segment = self._send(journey)
                     return self._delivered(trail, segment)
                 except RolloutError as error:
                     verdict = self._judged(trail, lease, error)
@@ -107,6 +161,7 @@ class Rollout:
                 if not verdict.fresh:
                     break
         finally:
+            journey.lease = None
             tokens = 0 if segment is None else len(segment.output_ids)
             got = segment is not None
             self._fleet.release(lease, answered=got, tokens=tokens, version=_version(segment), retry=retry)
@@ -114,11 +169,20 @@ class Rollout:
         self._fleet.rest(trail.order, verdict.delay_s, trail.deadline)
         return None
 
-    def _send(self, trail: _Trail, lease: Lease) -> Segment:
-        started = self._clock.monotonic()
+    def _depart(self, trail: Trail, lease: Lease) -> None:
+        trail.sent_at = self._clock.monotonic()
         trail.engine = lease.engine.front
         lease.rid = trail.rid
-        trail.note(Doing.ENGINE, started)
+        trail.note(Doing.ENGINE, trail.sent_at)
+
+    def _send(self, journey: Journey) -> Segment:
+        """Make the request, or take the answer of the one that was sent, or raise what came of that."""
+        trail, lease = journey.trail, journey.at
+        flight, error = journey.take()
+        if error is not None:
+            raise error
+        if flight is None:
+            self._depart(trail, lease)
         try:
             segment = lease.engine.generate(
                 trail.order.prompt,
@@ -127,21 +191,22 @@ class Rollout:
                 dp_rank=lease.dp_rank,
                 fresh=trail.fresh,
                 group=trail.order.group,
+                flight=flight,
             )
         finally:
-            trail.engine_s += self._clock.monotonic() - started
+            trail.engine_s += self._clock.monotonic() - trail.sent_at
             trail.fresh = False
         kind = segment.finish.type
         if kind not in _FINISHES and not self._fleet.calls_off(trail.order):
             words = f"an unknown finish_reason {kind!r}" if kind else "no finish_reason"
             raise ProtocolError(f"the answer has {words}", engine=trail.engine, rid=trail.rid)
         trail.attempts += 1
-        overlapped = self._fleet.expected_since > started  # by an update that let it go on
+        overlapped = self._fleet.expected_since > trail.sent_at  # by an update that let it go on
         return _unsure(segment) if overlapped else segment
 
     # --- ends ---
 
-    def _delivered(self, trail: _Trail, segment: Segment) -> Sample:
+    def _delivered(self, trail: Trail, segment: Segment) -> Sample:
         """A whole answer. An abort that nobody asked for, with an error status, is the engine's error."""
         finish = segment.finish
         asked = self._fleet.calls_off(trail.order)
@@ -151,20 +216,20 @@ class Rollout:
             return replace(self._grown(trail, segment), status=Status.FAILED, error=trail.last_error)
         return self._grown(trail, segment)
 
-    def _grown(self, trail: _Trail, segment: Segment) -> Sample:
+    def _grown(self, trail: Trail, segment: Segment) -> Sample:
         order = trail.order
         if order.base is None:
             return make(order.prompt, order.index, order.member, segment, **self._stamp(trail))
         return extend(order.blank(), segment, **self._stamp(trail))
 
-    def _turned_away(self, trail: _Trail, turned: Turned) -> Sample:
+    def _turned_away(self, trail: Trail, turned: Turned) -> Sample:
         if turned in {Turned.ABORTED, Turned.CLOSED}:
             return self._ended(trail, None)
         if turned is Turned.UNAVAILABLE:
             return self._ended(trail, self._fleet.unavailable())
         return self._ended(trail, self._out_of_time(trail))
 
-    def _gave_up(self, trail: _Trail, *, called_off: bool) -> Sample:
+    def _gave_up(self, trail: Trail, *, called_off: bool) -> Sample:
         if called_off:
             return self._ended(trail, None)
         error = trail.last_error
@@ -172,7 +237,7 @@ class Rollout:
             error = self._out_of_time(trail)
         return self._ended(trail, error)
 
-    def _ended(self, trail: _Trail, error: RolloutError | None) -> Sample:
+    def _ended(self, trail: Trail, error: RolloutError | None) -> Sample:
         """A sample without an answer: ABORTED, or FAILED with ``error``."""
         blank = trail.order.blank()
         if error is None:
@@ -180,13 +245,13 @@ class Rollout:
         error.attempts, error.rid = trail.attempts, error.rid or trail.rid
         return replace(blank, status=Status.FAILED, error=error, **self._stamp(trail))
 
-    def _out_of_time(self, trail: _Trail) -> DeadlineExceededError:
+    def _out_of_time(self, trail: Trail) -> DeadlineExceededError:
         last = f"; last: {trail.last_error.message}" if trail.last_error else ""
         error = DeadlineExceededError(f"the sample's deadline came{last}", engine=trail.engine, rid=trail.rid)
         error.__cause__ = trail.last_error
         return error
 
-    def _stamp(self, trail: _Trail) -> dict[str, Any]:
+    def _stamp(self, trail: Trail) -> dict[str, Any]:
         total = self._clock.monotonic() - trail.order.admitted_at
         timing = Timing(total if trail.queued_s is None else trail.queued_s, trail.engine_s, total)
         before = trail.order.base.attempts if trail.order.base is not None else 0
@@ -195,7 +260,7 @@ class Rollout:
 
     # --- failures ---
 
-    def _judged(self, trail: _Trail, lease: Lease, error: RolloutError) -> Verdict | None:
+    def _judged(self, trail: Trail, lease: Lease, error: RolloutError) -> Verdict | None:
         """What to do after a failed request; None if it was called off. Aborts an orphan while the lease is held."""
         trail.last_error = error
         verdict = self._judge.judge(error, attempts=trail.attempts, broken_answers=trail.broken_answers)
@@ -223,7 +288,7 @@ class Rollout:
         log.debug("sample %d/%d: %s; next: %s", trail.order.index, trail.order.member, error, verdict)
         return verdict
 
-    def _after_orphan(self, trail: _Trail, lease: Lease, error: RolloutError, verdict: Verdict) -> Verdict:
+    def _after_orphan(self, trail: Trail, lease: Lease, error: RolloutError, verdict: Verdict) -> Verdict:
         """Abort the broken request. Where the engine turns out to have died with it, the sample may be to blame."""
         broken_at = self._clock.monotonic()
         trail.note(Doing.ORPHAN, broken_at)
@@ -232,14 +297,14 @@ class Rollout:
             return verdict
         return self._suspected(trail, lease, error, verdict, broken_at)
 
-    def _after_death(self, trail: _Trail, lease: Lease, error: RolloutError, verdict: Verdict) -> Verdict:
+    def _after_death(self, trail: Trail, lease: Lease, error: RolloutError, verdict: Verdict) -> Verdict:
         """The engine died and had time to say so."""
         died_at = self._clock.monotonic()
         self._fleet.set_state(lease.engine.url, EngineState.DOWN, f"its core has died: {error.message}")
         return self._suspected(trail, lease, error, verdict, died_at)
 
     def _suspected(
-        self, trail: _Trail, lease: Lease, error: RolloutError, verdict: Verdict, broken_at: float
+        self, trail: Trail, lease: Lease, error: RolloutError, verdict: Verdict, broken_at: float
     ) -> Verdict:
         if not self._fleet.convicts(lease, broken_at):
             return replace(verdict, fresh=False, elsewhere=True)
@@ -297,7 +362,7 @@ def _failed_inside(error: RolloutError) -> bool:
     return isinstance(error, EngineHTTPError) and error.status == _INTERNAL
 
 
-def _poisonous(trail: _Trail) -> PoisonPromptError:
+def _poisonous(trail: Trail) -> PoisonPromptError:
     engines = trail.order.life.died_on
     places = (
         f"{len(engines)} engines when they died"

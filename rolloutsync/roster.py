@@ -98,7 +98,7 @@ class Roster:
             warn = total > _CROWD and not self._crowded
             self._crowded |= warn
         if warn:
-            advice = "each is a thread and a socket: check RLIMIT_NOFILE, or set engine_concurrency"
+            advice = "each is a socket, and may need a thread: check RLIMIT_NOFILE, or set engine_concurrency"
             log.warning("%d requests may be in flight at once over %d engines; %s", total, len(self._slots), advice)
         return total
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rolloutsync.clock import Clock, Deadline
     from rolloutsync.config import ClientConfig
     from rolloutsync.dialects.base import Facts
+    from rolloutsync.engine import Flight
     from rolloutsync.errors import Cut
     from rolloutsync.fleet import Fleet
     from rolloutsync.order import Group
@@ -119,9 +120,14 @@ class RoutedEngine(Engine):
         dp_rank: int | None = None,  # noqa: ARG002 - the router chooses
         fresh: bool = False,
         group: Group | None = None,
+        flight: Flight | None = None,  # noqa: ARG002 - never: see parks
     ) -> Segment:
         """Generate one sample's tokens, wherever the router sends it."""
         return self.router.pass_on(prompt, rid, group, deadline=deadline, fresh=fresh)
+
+    def parks(self, *_: object, **__: object) -> bool:
+        """Each request is waited for."""
+        return False
 
     def abort(self, rid: str | None, *, deadline: Deadline | None = None) -> None:
         """Abort everything here, or one request wherever it runs. Peers that are gone run nothing."""

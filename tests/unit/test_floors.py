@@ -52,6 +52,7 @@ _FLOORS = {
     "weight_member": 6,
     "idle": 8,
     "health": 8,
+    "journey": 6,
     "rollout": 7,
     "controls": 7,
     "quiet": 8,

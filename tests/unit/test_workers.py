@@ -11,6 +11,7 @@ import pytest
 
 from rolloutsync import workers as module
 from rolloutsync.clock import Clock, Deadline
+from rolloutsync.journey import Journey, Trail
 from rolloutsync.ledger import Ledger
 from rolloutsync.order import Order
 from rolloutsync.rollout import Rollout
@@ -29,7 +30,14 @@ class Held:
         self.running = 0
         self.go = threading.Event()
 
-    def run(self, work: Order) -> Sample:
+    def journey(self, work: Order) -> Journey:
+        return Journey(Trail(work, work.deadline))
+
+    def set_out(self, journey: Journey, _: Callable[[], None] | None) -> bool:
+        return False
+
+    def travel(self, journey: Journey, _: Callable[[], bool]) -> Sample:
+        work = journey.trail.order
         self.running += 1  # a test looks at it when all have come in
         self.entered.release()
         assert self.go.wait(10.0)
@@ -88,3 +96,39 @@ def test_never_more_threads_than_capacity(pool: Workers, held: Held) -> None:
     assert sum(thread.name.startswith("rolloutsync-test-worker") for thread in threading.enumerate()) == 8
     held.go.set()
     eventually(lambda: held.running == 20, "all have run")
+
+
+def test_who_waits_for_a_place_leaves_its_thread_to_who_has_one(
+    held: Held, pool: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system gives no other thread: else both would wait for each other."""
+    done: list[Order] = []
+    first, second = order(index=0), order(index=1)
+    asked = iter([True, False])
+    travel = held.travel
+
+    def waits_at_first(journey: Journey, gives_way: Callable[[], bool]) -> Sample | None:
+        if journey.trail.order is first and next(asked):
+            landed = module._Passage(pool, second, lambda one, _: done.append(one))
+            landed.journey = held.journey(second)
+            pool._ledger.admit([second])
+            with pool._lock:
+                pool._under_way += 1
+            pool.land(landed, whole=False)
+            assert gives_way()
+            return None
+        return travel(journey, gives_way)
+
+    left = [1]
+
+    def the_last(name: str, target: Callable[[], None]) -> threading.Thread:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        return start_thread(name, target)
+
+    monkeypatch.setattr(module, "start_thread", the_last)
+    monkeypatch.setattr(held, "travel", waits_at_first)
+    held.go.set()
+    pool.admit([first], lambda one, _: done.append(one))
+    eventually(lambda: done == [second, first], "the one with a place goes first")
