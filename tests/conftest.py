@@ -29,9 +29,10 @@ FAST = "not real and not slow and not ray and not gpu and not torch"  # as in py
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The wire faults must be survived on every path that a request can take.
 
-    ``--path=plain``: none takes the lean path. ``--path=crowd``: each waits for the usher, as in a crowd of hundreds.
+    ``--path=plain``: none takes the lean path. ``--path=crowd``: each waits for the usher, as in a crowd of hundreds of
+    threads. ``--path=parked``: the answers of all that a batch sends are read by the usher's thread.
     """
-    parser.addoption("--path", choices=("lean", "plain", "crowd"), default="lean")
+    parser.addoption("--path", choices=("lean", "plain", "crowd", "parked"), default="lean")
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,9 @@ def transport_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(LeanPath, "route", lambda *_: None)
     if path == "crowd":
         monkeypatch.setattr(registry, "_CROWD", -1)
+        monkeypatch.setattr(registry, "_FEW", 1 << 30)
+    if path == "parked":
+        monkeypatch.setattr(registry, "_FEW", 0)
     return path
 
 
