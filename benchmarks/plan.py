@@ -72,7 +72,7 @@ def plan(load: Load) -> list[tuple[str, str, str]]:
         ("... network", f"{nodes} nodes", f"of {load.network_gbit_s:g} Gbit/s for {within}"),
         ("actors", f"{actors}", f"{by_cores} by the abort's CPU, {by_threads} by {MOST_PER_PROCESS} in flight in each"),
         ("memory of an actor", f"{_actor_mb(load, flying / actors):,.0f} MB", "idle, threads, body budget of 2 GiB"),
-        ("threads of an actor", f"{flying / actors:,.0f}", "one for each request in flight"),
+        ("threads of an actor", f"{flying / actors:,.0f}", "at most: one for each large answer that comes"),
         ("descriptors of an actor", f"{flying / actors + _DESCRIPTORS:,.0f}", "RLIMIT_NOFILE"),
         ("ports", f"{load.in_flight} of 28,232", "local ports to each engine's address, by Linux' default range"),
         ("kept samples", f"{load.step_samples * kept_mb / 1e3:,.0f} GB", f"{kept_mb:.1f} MB each, in Ray's store"),

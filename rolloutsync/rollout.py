@@ -95,27 +95,30 @@ class Rollout:
     def set_out(self, journey: Journey, relieve: Callable[[], None] | None) -> bool:
         """Have its first request sent, where there is room at an engine; whether it was.
 
-        Not where a thread that waits for the answer is quicker. ``relieve`` is called before it blocks, as a connect
-        does; with None it never does.
+        Not where a thread that waits for the answer is quicker: then its place is kept, and to be used at once.
+        ``relieve`` is called before it blocks, as a connect does. With None it never does, and keeps no place.
         """
         trail = journey.trail
         lease = self._fleet.lease_now(trail.order, trail.rid, trail.deadline)
         if lease is None:
             return False
+        sent = kept = False
         try:
             if lease.engine.parks(trail.order.prompt, trail.deadline, block=relieve is not None):
                 self._depart(trail, lease)
                 journey.flight = lease.engine.send_off(
                     trail.order.prompt, trail.rid, deadline=trail.deadline, dp_rank=lease.dp_rank, relieve=relieve
                 )
+            sent = journey.flight is not None
+            kept = sent or relieve is not None  # who has to wait for a thread first must keep no place
         except RolloutError:
-            pass  # travel() finds it again, and judges it
+            kept = relieve is not None  # travel() finds it again, and judges it
         finally:
-            if journey.flight is None:  # who waits for a thread must keep no place, nor send once it is called off
-                self._fleet.give_back(lease)
-            else:
+            if kept:
                 self._placed(journey, lease)
-        return journey.flight is not None
+            else:
+                self._fleet.give_back(lease)
+        return sent
 
     def park(self, journey: Journey, landed: Landed) -> bool:
         """Have the usher read the answer, and call ``landed(whole)`` from its thread; see ``Transport.park``.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 log = logging.getLogger("rolloutsync.workers")
 _IDLE_EXIT_S = 10.0
-_AT_ONCE = 4  # threads that are woken or started together; each wakes or starts more before it blocks
+_AT_ONCE = 2  # threads that are started together; each starts more, or wakes one, before it blocks
 
 
 class _Passage:
@@ -105,7 +105,7 @@ class Workers:
             self._tell_scarce = True
             for (job, priority), line in lines.items():
                 self._waiting.put(line, job=job, priority=priority)
-            self._changed.notify(min(len(orders), _AT_ONCE))
+            self._changed.notify()
         self.grow()
 
     def lend(self, order: Order) -> Sample:
@@ -126,16 +126,17 @@ class Workers:
     def grow(self) -> None:
         """Start threads, as far as there is work for them and capacity; also when an engine has come.
 
-        A few at a time: whoever is about to block starts more (see ``_relieve``), and who need not block goes on
-        himself. What is under way gets a thread in any case, if the system has any: others may wait for its place.
+        A few at a time, and none while there are idle ones, of which one was woken: whoever is about to block wakes or
+        starts more (see ``_relieve``), and who need not block goes on by itself. What is under way gets a thread in
+        any case, if the system has any: others may wait for its place.
         """
         capacity = self._capacity()
         with self._lock:
             before, self._room = self._room, max(1, capacity)
             if self._room > before and self._waiting:
-                self._changed.notify(_AT_ONCE)
-            missing = self._wanted_locked() - self._idle - self._starting
-            missing = max(0, min(missing, max(capacity, self._under_way) - self._size, _AT_ONCE - self._starting))
+                self._changed.notify()
+            missing = 0 if self._idle else min(self._wanted_locked(), _AT_ONCE) - self._starting
+            missing = max(0, min(missing, max(capacity, self._under_way) - self._size))
             self._size += missing
             self._starting += missing
         self._start(missing)
@@ -171,7 +172,7 @@ class Workers:
 
     def _of_use(self) -> bool:
         with self._lock:
-            return self._wanted_locked() > self._idle
+            return self._wanted_locked() > 0 and not self._idle
 
     def _start_one(self) -> threading.Thread:
         return start_thread(f"{self._name}-worker-{next(self._numbers)}", self._run)
@@ -204,7 +205,7 @@ class Workers:
 
     def _leaves_locked(self, *, expired: bool) -> bool:
         """The last one stays while something is under way: the system may give no other."""
-        if len(self._threads) <= 1 and (self._under_way or (self._waiting and not self._closed)):
+        if self._size - self._starting <= 1 and (self._under_way or (self._waiting and not self._closed)):
             return False
         return self._closed or expired
 
