@@ -38,7 +38,7 @@ _BROKEN = {Phase.RACE, Phase.SENT, Phase.BODY}
 
 
 class Flight(NamedTuple):
-    """A generate that was sent, and whose answer no thread waits for yet."""
+    """A generate that was sent, or could not be, and whose answer no thread waits for yet."""
 
     routes: Sequence[str]
     route: str
@@ -69,16 +69,17 @@ class Engine(Endpoint):
         """
         while True:
             routes, route = self._routes(prompt) if flight is None else (flight.routes, flight.route)
+            here = False  # the usher's thread, which waits for no other
             try:
                 if flight is None:
                     call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank, route=route)
                     reply = self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh)
                 else:
                     call, reply = flight.call, self._transport.finish(flight.pending)
-                    flight = None
+                    here, flight = flight.pending.answer is not None, None
                 with reply:
                     try:
-                        with self._transport.turn_for(reply):
+                        with contextlib.nullcontext() if here else self._transport.turn_for(reply):
                             return self._decode(call, reply, prompt, rid)
                     except ProtocolError as error:
                         reply.distrust()

@@ -77,8 +77,8 @@ class Doing(str, Enum):
 class Life:
     """How far an open sample has come, for people who ask.
 
-    Written by the one thread that makes the sample, read by any; each field is one reference. Only ``died_on`` decides
-    anything: the engines that died while the sample ran there, see ``rolloutsync.fleet``.
+    Written by the threads that make the sample, one at a time, read by any; each field is one reference. Only
+    ``died_on`` decides anything: the engines that died while the sample ran there, see ``rolloutsync.fleet``.
     """
 
     __slots__ = ("attempts", "died_on", "doing", "engine", "rid", "since")

@@ -47,7 +47,7 @@ _AFTER_SENDING = {Phase.RACE, Phase.SENT, Phase.BODY}
 
 
 class Rollout:
-    """Turns orders into samples. Thread-safe: all state of a sample is local to the call that makes it."""
+    """Turns orders into samples. Thread-safe: a sample's state is in its journey, which one thread at a time has."""
 
     def __init__(self, fleet: Fleet, judge: Judge, clock: Clock, *, policy: RetryPolicy, timeouts: Timeouts) -> None:
         self._fleet = fleet
@@ -96,29 +96,28 @@ class Rollout:
         """Have its first request sent, where there is room at an engine; whether it was.
 
         Not where a thread that waits for the answer is quicker: then its place is kept, and to be used at once.
-        ``relieve`` is called before it blocks, as a connect does. With None it never does, and keeps no place.
+        ``relieve`` is called before it blocks, as a connect does. With None it never does, and keeps no place unused.
         """
         trail = journey.trail
         lease = self._fleet.lease_now(trail.order, trail.rid, trail.deadline)
         if lease is None:
             return False
-        sent = kept = False
+        self._placed(journey, lease)
+        kept = False
         try:
             if lease.engine.parks(trail.order.prompt, trail.deadline, block=relieve is not None):
                 self._depart(trail, lease)
                 journey.flight = lease.engine.send_off(
                     trail.order.prompt, trail.rid, deadline=trail.deadline, dp_rank=lease.dp_rank, relieve=relieve
                 )
-            sent = journey.flight is not None
-            kept = sent or relieve is not None  # who has to wait for a thread first must keep no place
+            kept = journey.flight is not None or relieve is not None
         except RolloutError:
             kept = relieve is not None  # travel() finds it again, and judges it
         finally:
-            if kept:
-                self._placed(journey, lease)
-            else:
+            if not kept:  # who has to wait for a thread first must keep no place
+                journey.lease = trail.queued_s = None
                 self._fleet.give_back(lease)
-        return sent
+        return journey.flight is not None
 
     def park(self, journey: Journey, landed: Landed) -> bool:
         """Have the usher read the answer, and call ``landed(whole)`` from its thread; see ``Transport.park``.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rolloutsync.admission import Admission
 from rolloutsync.clock import Deadline
 from rolloutsync.errors import ClientClosedError, RolloutError
+from rolloutsync.order import Doing
 from rolloutsync.sample import Sample, Status
 from rolloutsync.threads import start_thread
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 log = logging.getLogger("rolloutsync.workers")
 _IDLE_EXIT_S = 10.0
+_LOOK = 64  # requests that the usher's thread sends from one look at the capacity to the next
 _AT_ONCE = 2  # threads that are started together; each starts more, or wakes one, before it blocks
 
 
@@ -44,6 +46,11 @@ class _Passage:
         self.deliver = deliver
         self.journey: Journey | None = None  # since a thread has taken the order
 
+    @property
+    def has_place(self) -> bool:
+        """Whether it has a place at an engine."""
+        return self.journey is not None and self.journey.lease is not None
+
     def landed(self, whole: bool) -> Callable[[], None] | None:
         """The usher has read its answer, or what it could."""
         return self.workers.land(self, whole)
@@ -54,7 +61,7 @@ class Workers:
 
     Args:
         rollout: Makes the samples.
-        capacity: How many threads make sense now.
+        capacity: How many requests may be under way now.
         ledger: Where each sample is accounted for.
         clock: Time.
         name: Of the client, for thread names.
@@ -83,6 +90,7 @@ class Workers:
         self._scarce = False  # the system gave no thread when one was last asked for
         self._tell_scarce = True  # once for each admission
         self._closed = False
+        self._gone_on = 0  # of the usher's thread alone
 
     def admit(self, orders: list[Order], deliver: Deliver) -> None:
         """Take orders on: each will be delivered exactly once, from another thread. Does not block.
@@ -148,24 +156,26 @@ class Workers:
 
     def _start(self, count: int) -> None:
         """Start ``count`` threads, or as many as the system gives, or as are of use: those that run may be quicker."""
-        for started in range(count):
-            thread = self._try_start() if self._of_use() else None
+        started = 0
+        try:
+            while started < count and self._of_use() and (thread := self._try_start()) is not None:
+                with self._lock:
+                    self._threads.add(thread)
+                started += 1
+        finally:
             with self._lock:
-                if thread is None:
-                    self._size -= count - started
-                    self._starting -= count - started
-                    return
-                self._threads.add(thread)
+                self._size -= count - started
+                self._starting -= count - started
 
     def _try_start(self) -> threading.Thread | None:
         try:
             thread = self._start_one()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             with self._lock:
                 tell, self._scarce, self._tell_scarce = self._tell_scarce, True, False
             if tell:
                 words = "only %d worker threads (%s): raise RLIMIT_NPROC or pids.max"
-                log.warning(words, len(self._threads), error)
+                _say(words, len(self._threads), error, level=logging.WARNING)
             return None
         self._scarce = False
         return thread
@@ -185,7 +195,7 @@ class Workers:
             self._work(passage)
             del passage  # while it waits, a thread must not keep a job and all its samples alive
             if self._scarce:
-                self.grow()  # there may be more by now
+                self._grow_safely()  # there may be more by now
 
     def _next(self) -> _Passage | None:
         until: Deadline | None = None
@@ -204,8 +214,8 @@ class Workers:
             return passage
 
     def _leaves_locked(self, *, expired: bool) -> bool:
-        """The last one stays while something is under way: the system may give no other."""
-        if self._size - self._starting <= 1 and (self._under_way or (self._waiting and not self._closed)):
+        """One that does nothing stays while something is under way: the system may give no other when it is wanted."""
+        if not self._idle and (self._under_way or (self._waiting and not self._closed)):
             return False
         return self._closed or expired
 
@@ -239,11 +249,17 @@ class Workers:
             if self._idle:
                 self._changed.notify()
                 return
-        self.grow()
+        self._grow_safely()
+
+    def _grow_safely(self) -> None:
+        try:
+            self.grow()
+        except Exception as error:  # noqa: BLE001 - a thread's outermost frame: what it has in hand must go on
+            _say("threads could not be started", error=error)
 
     def _give_way(self) -> bool:
         """Whether whoever waits for a place should leave its thread to one that has a place, and no thread."""
-        return self._scarce and bool(self._stranded)
+        return self._scarce and any(one.has_place for one in self._stranded.copy())
 
     def _sets_out(self, passage: _Passage, relieve: Callable[[], None] | None) -> bool:
         """The first step of a passage: its request, left to the usher where that can be. See ``Rollout.set_out``."""
@@ -289,6 +305,9 @@ class Workers:
 
     def _go_on(self) -> None:
         """Send the request that has waited for the place that is free now."""
+        self._gone_on += 1
+        if self._gone_on % _LOOK == 0:
+            self._grow_safely()  # there may be more places by now
         with self._lock:
             following = None if self._closed else self._pop_waiting_locked()
         if following is not None and not self._sets_out(following, None):
@@ -296,10 +315,11 @@ class Workers:
 
     def _strand(self, passage: _Passage) -> None:
         """What it needs next may block, so a worker goes on with it; one that is there, or a new one."""
+        passage.order.life.now(Doing.QUEUED, self._clock.monotonic())
         with self._lock:
             self._stranded.append(passage)
             self._changed.notify()
-        self.grow()
+        self._grow_safely()
 
     def drop(self, job: int | None = None) -> None:
         """Deliver what no thread has taken yet (of one job, or of all) ABORTED and unsent, from this thread."""
@@ -316,12 +336,17 @@ class Workers:
         self.drop()
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the threads to end; the names of those that did not."""
+        """Wait for the threads to end, also for those that they start to end what is under way; who did not end."""
+        seen: set[threading.Thread] = set()
+        while more := self._threads_but(seen):
+            seen |= more
+            for thread in more:
+                thread.join(deadline.remaining())
+        return [thread.name for thread in seen if thread.is_alive()]
+
+    def _threads_but(self, some: set[threading.Thread]) -> set[threading.Thread]:
         with self._lock:
-            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in threads:
-            thread.join(deadline.remaining())
-        return [thread.name for thread in threads if thread.is_alive()]
+            return self._threads - some - {threading.current_thread()}
 
 
 def _journey_of(passage: _Passage) -> Journey:
@@ -337,9 +362,9 @@ def _failed(order: Order, error: Exception) -> Sample:
     return replace(order.blank(), status=Status.FAILED, error=wrapped)
 
 
-def _say(words: str, *args: object, error: Exception | None = None) -> None:
+def _say(words: str, *args: object, error: Exception | None = None, level: int = logging.ERROR) -> None:
     with contextlib.suppress(Exception):  # a user's handler that fails must cost no sample
-        log.error(words, *args, exc_info=error)
+        log.log(level, words, *args, exc_info=error)
 
 
 def hand_over(ledger: Ledger, order: Order, deliver: Deliver, sample: Sample) -> None:

@@ -42,7 +42,7 @@ class CutError(OSError):
 class Exchange:
     """State of one request and its answer.
 
-    Written by the thread that makes it; ``cut`` may be called by any thread.
+    Written by the threads that make it, one at a time; ``cut`` may be called by any thread.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""One exchange at a time for each thread; many threads at once."""
+"""Exchanges: many at once, each with a thread that waits for it, or with the usher's."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ class Transport:
         return TransportError(message, engine=made.engine, rid=made.rid, phase=phase, cut=cut)
 
     def cut(self, which: Callable[[Exchange], bool], reason: Cut) -> int:
-        """Wake the threads of the exchanges that ``which`` picks; they raise a TransportError with that ``cut``."""
+        """End the exchanges that ``which`` picks; they raise a TransportError with that ``cut``."""
         return self._registry.cut(which, reason)
 
     def close(self, timeout: float) -> list[str]:

@@ -208,24 +208,42 @@ class Usher:
     # --- its thread ---
 
     def _run(self) -> None:
-        epoll, bell = self._epoll, self._bell
-        while True:
-            edges = epoll.poll(0 if self._landing else _IDLE_EXIT_S)
+        try:
+            while self._step(self._epoll, self._bell):
+                pass
+        except Exception:  # a thread's outermost frame: those who wait lose their patience, what is parked leaves
+            with contextlib.suppress(Exception):
+                log.exception("the sockets cannot be watched")
             with self._lock:
-                for descriptor, events in edges:
-                    if descriptor != bell:
-                        self._edge_locked(descriptor, self._ends if events & _ENDED else self._edges)
-                    elif not self._closed:
-                        os.eventfd_read(bell)
-                landing, self._landing = self._landing, []
-                waits = edges or self._waiting or self._called or self._parked or landing
-                if ends := self._closed or not waits:
-                    self._thread = None
-            if ends:
-                _let_leave(landing)
-                return
-            for start in range(0, len(landing), _TOGETHER):
-                _let_go(landing[start : start + _TOGETHER])
+                self._thread = None
+            self._let_all_leave()
+
+    def _step(self, epoll: Any, bell: int) -> bool:
+        """Take in what has come; False at the end."""
+        edges = epoll.poll(0 if self._landing else _IDLE_EXIT_S)
+        with self._lock:
+            for descriptor, events in edges:
+                if descriptor != bell:
+                    self._edge_locked(descriptor, self._ends if events & _ENDED else self._edges)
+                elif not self._closed:
+                    os.eventfd_read(bell)
+            landing, self._landing = self._landing, []
+            waits = edges or self._waiting or self._called or self._parked or landing
+            if ends := self._closed or not waits:
+                self._thread = None
+        if ends:
+            _let_leave(landing)
+            return False
+        for start in range(0, len(landing), _TOGETHER):
+            _let_go(landing[start : start + _TOGETHER])
+        return True
+
+    def _let_all_leave(self) -> None:
+        with self._lock:
+            parked = [*self._parked.values(), *self._landing]
+            self._parked.clear()
+            self._landing.clear()
+        _let_leave(parked)
 
     def _edge_locked(self, descriptor: int, kept: set[int]) -> None:
         ticket = self._waiting.pop(descriptor, None)
@@ -253,11 +271,7 @@ class Usher:
         if thread is not None:
             os.eventfd_write(self._bell, 1)
             thread.join(timeout)
-        with self._lock:
-            parked = [*self._parked.values(), *self._landing]
-            self._parked.clear()
-            self._landing.clear()
-        _let_leave(parked)
+        self._let_all_leave()
         if thread is not None and thread.is_alive():
             return [thread.name]
         self.abandon()

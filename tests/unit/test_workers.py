@@ -16,6 +16,7 @@ from rolloutsync.ledger import Ledger
 from rolloutsync.order import Order
 from rolloutsync.rollout import Rollout
 from rolloutsync.sample import Sample, Status
+from rolloutsync.slot import Lease
 from rolloutsync.threads import start_thread
 from rolloutsync.workers import Workers
 from tests.unit.makers import order
@@ -115,6 +116,8 @@ def test_who_waits_for_a_place_leaves_its_thread_to_who_has_one(
             with pool._lock:
                 pool._under_way += 1
             pool.land(landed, whole=False)
+            assert not gives_way()  # it would have to wait for a place as well
+            landed.journey.lease = cast("Lease", object())
             assert gives_way()
             return None
         return travel(journey, gives_way)
