@@ -328,7 +328,7 @@ def test_a_maps_timeout(fleet: SimFleet, make_client: MakeClient, monkeypatch: p
 def test_ctrl_c(fleet: SimFleet, make_client: MakeClient, warnings: Callable[[], list[str]]) -> None:
     """Its own requests are aborted, an evaluation beside it is not; tools are not waited for."""
     client, stuck, seen = make_client(fleet), threading.Event(), []
-    other = client.start(prompts(2), params(900))
+    other = client.start(prompts(2), params(2500))  # longer than it takes until all run
 
     def play(turn: Turn, item: int) -> None:
         try:
