@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import ipaddress
+import signal
 import socket
 import threading
 import time
@@ -24,6 +25,12 @@ SETTLE_S = 5.0  # a thread or socket that is on its way out may take this long
 
 
 FAST = "not real and not slow and not ray and not gpu and not torch"  # as in pyproject.toml
+
+
+def pytest_configure() -> None:
+    """Ctrl-C is tried also where a shell has started the tests in the background, for which it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
