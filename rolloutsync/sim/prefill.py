@@ -51,8 +51,11 @@ class Prefill:
         return done, aborted
 
     def abort(self, request: SimRequest) -> None:
-        """Ends a request behind its pass if it needs another one; one in its last pass is not seen."""
-        request.aborted = request.aborted or request.in_pass < request.to_prefill
+        """Ends a request behind its pass if it needs another one; one in its last pass, with the token of that."""
+        if request.in_pass < request.to_prefill:
+            request.aborted = True
+        else:
+            request.cut_at = min(request.count + 1, request.stream.limit)
 
     def remove(self, request: SimRequest) -> None:
         """Ends a request in the middle of its pass; a pass without requests is over."""

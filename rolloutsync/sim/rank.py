@@ -274,12 +274,15 @@ class Rank:
             self._reserved -= len(request.prompt) + request.stream.limit
             self._end_queued(request, at)
         for request in done:
-            self.cache.add(request.stream.prefixes(request.count)[1 + request.cached_tokens :])
-            request.phase, request.since = Phase.RUNNING, at
-            request.stream.grow(request.count + 1)
-            request.count = min(request.count + 1, len(request.stream.tokens))
-            self.running[request.serial] = request
+            self._begin_decoding(request, at)
             self._plan(request)
+
+    def _begin_decoding(self, request: SimRequest, at: float) -> None:
+        self.cache.add(request.stream.prefixes(request.count)[1 + request.cached_tokens :])
+        request.phase, request.since = Phase.RUNNING, at
+        request.stream.grow(request.count + 1)
+        request.count = min(request.count + 1, len(request.stream.tokens))
+        self.running[request.serial] = request
 
     def _plan(self, request: SimRequest) -> None:
         stream = request.stream
@@ -341,6 +344,8 @@ class Rank:
         for request in reversed([*requests]) if first else requests:
             request.settle(at, self.step_s)
             if request.cut_at is not None:
+                if request.phase is Phase.PREFILL:
+                    self._begin_decoding(request, at)
                 self._leave(request, at, ABORTED)
                 continue
             request.retractions += request.phase is Phase.RUNNING

@@ -444,7 +444,6 @@ def test_a_drain_ends_it(fleet: SimFleet, make_client: MakeClient, warnings: War
     check_books(client, fleet, got, 2)
 
 
-@pytest.mark.slow
 def test_close_while_collecting(fleet: SimFleet, client_to: MakeClient) -> None:
     """It returns what there is; in accept, and while it waits for engines."""
     client, source = client_to(fleet), Source()

@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from typing import Any
 from uuid import uuid4
 
@@ -179,6 +180,20 @@ def test_a_request_aborted_in_its_prefill_answers_like_a_waiting_one(engine: Raw
     body = answered(call)
     assert finish(body)["type"] == "abort"
     assert body["output_ids"] == []
+
+
+def test_the_first_abort_that_finds_a_request_ends_it_whatever_its_phase(engine: RawEngine) -> None:
+    """Also in the only pass of its prefill: it ends as that pass does. Later aborts of its id do nothing."""
+    engine.slow_down(CRAWL_S)
+    for number in range(3):
+        rid = uuid4().hex
+        call = engine.begin(rid, ids=long_prompt(20 + number)[: CHUNK // 2], tokens=500)
+        while not call.done():
+            engine.abort(rid)
+            wait([call], timeout=0.05)
+        body = answered(call)
+        assert finish(body)["type"] == "abort"
+        assert len(body["output_ids"]) <= 2
 
 
 def test_an_abort_reaches_every_rid_that_begins_with_a_live_one(engine: RawEngine) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolloutsync.sim import SimConfig
-from rolloutsync.sim.request import Phase, Refusal, SimRequest
+from rolloutsync.sim.request import ABORTED, Phase, Refusal, SimRequest
 from rolloutsync.sim.sampling import parse
 from rolloutsync.sim.scheduler import Scheduler
 from rolloutsync.sim.stream import TokenStream, model_of
@@ -135,14 +135,21 @@ def test_a_waiting_request_ends_with_its_abort() -> None:
     assert (request.finish, request.count) == ({"type": "abort", "message": "Abort in waiting queue"}, 0)
 
 
-def test_a_short_prefill_does_not_see_its_abort_and_a_chunked_one_does() -> None:
-    """An abort is looked at between two passes; who needs no further pass is missed."""
+def test_an_abort_ends_a_prefill_behind_its_pass() -> None:
+    """With its first token where that was the last pass; with nothing where another one would have come."""
     bench = Bench(chunked_prefill_size=100)
     short = bench.submit("short", tokens=5)
     bench.run(0.002)
     bench.abort()
-    bench.run(0.1)
-    assert short.finish == {"type": "length", "length": 5}
+    assert short.finish is None
+    bench.run(0.002)
+    assert (short.finish, short.count) == (ABORTED, 1)
+    retracted = bench.submit("retracted", prompt=list(range(400, 405)))
+    bench.run(0.002)
+    bench.abort()
+    bench.scheduler.pause(retract=True)
+    assert (retracted.finish, retracted.count) == (ABORTED, 1)
+    bench.scheduler.resume()
     long = bench.submit("long", prompt=list(range(3, 353)))
     bench.run(0.15)
     bench.abort()
