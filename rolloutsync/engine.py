@@ -95,11 +95,11 @@ class Engine(Endpoint):
         routes = self.dialect.generate_routes(prompt, self.facts)
         return routes, routes[0] if not self._lacking else self._first_there(routes)
 
-    def parks(self, prompt: Prompt, deadline: Deadline, *, block: bool) -> bool:
+    def parks(self, prompt: Prompt, *, block: bool) -> bool:
         """Whether it is of any use to ask for ``send_off``. Cheap."""
         asked = prompt.text if prompt.input_ids is None else prompt.input_ids
         large = prompt.image_data is not None or asked is None or len(asked) > _SHORT
-        return (block or not large) and self._transport.parks(self.url, deadline)
+        return (block or not large) and self._transport.parks(self.url)
 
     def send_off(
         self,
@@ -111,6 +111,8 @@ class Engine(Endpoint):
         relieve: Callable[[], None] | None,
     ) -> Flight | None:
         """Send what ``generate`` would send at first, and read the answer later; see ``Transport.send_off``.
+
+        Only where ``parks`` says so.
 
         Raises:
             RolloutError: It cannot be sent; nothing was.

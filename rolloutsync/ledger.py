@@ -43,7 +43,7 @@ class Ledger:
                 self._dropped += 1
                 return False
             self._waiting.discard(id(order))
-            self._ended[sample.status.value] += 1
+            self._ended[sample.status] += 1
             tokens, attempts = order.news(sample)
             self._tokens += tokens
             self._retries += max(0, attempts - 1)

@@ -62,7 +62,7 @@ def take(slots: Mapping[str, Slot], slot: Slot, order: Order, rid: str, now: flo
     elif home is None or not home.is_live:
         group.home, group.rank = url, slot.quietest_rank()
     rank = group.rank if group.home == url else slot.quietest_rank()
-    if {"routed_dp_rank", "data_parallel_rank"} & order.prompt.fields.keys():
+    if rank is not None and {"routed_dp_rank", "data_parallel_rank"} & order.prompt.fields.keys():
         rank = None  # the user chose one
     return slot.take(order, rid, rank, now)
 

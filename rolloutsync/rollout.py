@@ -105,7 +105,7 @@ class Rollout:
         self._placed(journey, lease)
         kept = False
         try:
-            if lease.engine.parks(trail.order.prompt, trail.deadline, block=relieve is not None):
+            if lease.engine.parks(trail.order.prompt, block=relieve is not None):
                 self._depart(trail, lease)
                 journey.flight = lease.engine.send_off(
                     trail.order.prompt, trail.rid, deadline=trail.deadline, dp_rank=lease.dp_rank, relieve=relieve
@@ -211,8 +211,8 @@ class Rollout:
     def _delivered(self, trail: Trail, segment: Segment) -> Sample:
         """A whole answer. An abort that nobody asked for, with an error status, is the engine's error."""
         finish = segment.finish
-        asked = self._fleet.calls_off(trail.order)
-        if finish.type == "abort" and not asked and (finish.status_code or 0) >= 400:
+        failed = finish.type == "abort" and (finish.status_code or 0) >= 400
+        if failed and not self._fleet.calls_off(trail.order):
             words = f"the engine ended the sample ({finish.status_code}): {finish.message}"
             trail.last_error = EngineAbortError(words, engine=trail.engine, rid=trail.rid, attempts=trail.attempts)
             return replace(self._grown(trail, segment), status=Status.FAILED, error=trail.last_error)

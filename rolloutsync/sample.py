@@ -102,9 +102,9 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made for each answer, and a frozen one takes three times as long
 class Segment:
-    """One engine answer, decoded: what it adds to a sample."""
+    """One engine answer, decoded: what it adds to a sample. Never changed."""
 
     finish: Finish
     text: str = ""

@@ -31,6 +31,8 @@ _LEAST = -1e38  # well within float32
 class _Answer:
     """One answer object with typed access to its parts."""
 
+    __slots__ = ("finish", "meta", "prompt", "top")
+
     def __init__(self, answer: Any, prompt: Prompt, rid: str) -> None:
         if isinstance(answer, list) and len(answer) == 1:
             answer = answer[0]  # a proxy's one-element batch
@@ -51,7 +53,7 @@ class _Answer:
 
     def number(self, key: str) -> int | None:
         value = self.meta.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if type(value) is int else None  # true and false are of another type
 
 
 def _shown(answer: Any) -> str:
@@ -100,7 +102,9 @@ def decode(
 
 def _rest(meta: dict[str, Any]) -> dict[str, Any]:
     """What nobody has decoded, as sent; but ``indexer_topk`` as flat int32, where it is base64 of that."""
-    rest = {key: value for key, value in meta.items() if key not in _DECODED}
+    rest = meta.copy()
+    for key in _DECODED:
+        rest.pop(key, None)
     if "indexer_topk" in rest and isinstance(topk := rest["indexer_topk"], (str, bytes)):
         try:
             rest["indexer_topk"] = decode_experts(topk)
@@ -169,11 +173,19 @@ def _checked(numbers: list[Any], named: list[Any], answer: _Answer, ids: IntArra
 
 def _floats(numbers: list[Any]) -> tuple[FloatArray, bool]:
     """As float32, None as NaN and what is beyond as infinite; and whether all are surely finite (cheap, not exact)."""
-    if len(numbers) <= FEW and set(map(type, numbers)) == {float} and sum(numbers) > _LEAST and max(numbers) <= 0.0:
+    if len(numbers) <= FEW and _all_usual(numbers):
         return np.array(numbers, np.float32), True
     with np.errstate(over="ignore"):
         values = np.fromiter(numbers, np.float32, len(numbers))
         return values, math.isfinite(np.add.reduce(values))
+
+
+def _all_usual(numbers: list[Any]) -> bool:
+    """Whether they are numbers from ``_LEAST`` to 0: then their sum is no less, and no NaN."""
+    try:
+        return bool(numbers) and sum(numbers) > _LEAST and max(numbers) <= 0.0
+    except TypeError:
+        return False
 
 
 def _length(rows: Any) -> str:

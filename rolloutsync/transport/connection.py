@@ -229,8 +229,10 @@ class _Tracked(HTTPConnection):
     def is_connected(self) -> bool:
         """Whether the pool may reuse it: no past the idle limit. Saying yes claims it for the current exchange."""
         exchange = current_exchange()
-        if exchange is None:
-            return super().is_connected
+        return super().is_connected if exchange is None else self.claim(exchange)
+
+    def claim(self, exchange: Exchange) -> bool:
+        """Take it for an exchange, unless it is not connected, or not to be used again."""
         with self._guard:
             busy = self._owner is not None  # an exchange that has read its answer but not settled yet
             idle = 0.0 if busy else exchange.clock.monotonic() - self._idle_since
@@ -353,6 +355,17 @@ class _Stack(queue.LifoQueue[Any]):
         except IndexError:
             raise queue.Empty from None
 
+    def top(self) -> Any:
+        """As ``get``, but None if nothing is there."""
+        try:
+            return self._items.pop()
+        except IndexError:
+            return None
+
+    def put_back(self, item: Any) -> None:
+        """Put on top what was there just now."""
+        self._items.append(item)
+
     def qsize(self) -> int:
         """How many there are."""
         return len(self._items)
@@ -363,8 +376,17 @@ class _Lending(HTTPConnectionPool):
 
     QueueCls = _Stack
 
-    def lend(self) -> _Tracked:
-        """A connection claimed for this thread's exchange, connected or not; to be given back in any case."""
+    def lend(self, exchange: Exchange) -> _Tracked:
+        """A connection claimed for an exchange, connected or not; to be given back in any case.
+
+        One that is not, learns from ``current_exchange`` for whom it connects.
+        """
+        kept: _Tracked | None = self.pool.top() if self.pool is not None else None
+        if kept is not None:
+            if kept.claim(exchange):
+                return kept
+            self.pool.put_back(kept)
+        set_current_exchange(exchange)
         return cast("_Tracked", self._get_conn())
 
     def take_back(self, connection: _Tracked) -> None:

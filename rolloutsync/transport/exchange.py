@@ -100,7 +100,7 @@ class Exchange:
 
     def borrow(self, pool: Any) -> Any:
         """A connection of a pool, until the exchange ends."""
-        connection = pool.lend()
+        connection = pool.lend(self)
         self._borrowed = pool, connection
         return connection
 

@@ -169,13 +169,12 @@ class Transport:
 
     # --- an exchange that no thread waits for ---
 
-    def parks(self, url: str, deadline: Deadline) -> bool:
+    def parks(self, url: str) -> bool:
         """Whether a request may be sent whose answer no thread waits for.
 
         Not where so few exchanges are under way that each is quickest in a thread of its own.
         """
-        there = self._usher is not None and not self._registry.few and not deadline.expired
-        return there and not url.startswith("https:")
+        return self._usher is not None and not self._registry.few and not url.startswith("https:")
 
     def send_off(
         self,
@@ -190,11 +189,12 @@ class Transport:
     ) -> Pending | None:
         """Post a request on the data lane, and read its answer later, by ``finish``; arguments as for ``exchange``.
 
-        Blocks while it connects or sends much, and calls ``relieve`` before. None: nothing was sent: ``parks`` says no,
-        or only ``exchange`` can make this one, or that would block and there is no ``relieve``.
+        Only where ``parks`` says so. Blocks while it connects or sends much, and calls ``relieve`` before. None:
+        nothing was sent: no time is left, or only ``exchange`` can make this one, or that would block and there is no
+        ``relieve``.
         """
         large = len(body) > _AT_ONCE_BYTES
-        if not self.parks(url, deadline) or (large and relieve is None):
+        if deadline.expired or (large and relieve is None):
             return None
         route = self._lean.route("POST", url, headers, Lane.DATA)
         if route is None:
@@ -202,11 +202,11 @@ class Transport:
         made = self._make(Lane.DATA, engine, deadline, rid, fresh=False)
         pending = Pending(made, f"POST {url}")
         self._registry.enter(made)
-        set_current_exchange(made)
         try:
             connection = made.borrow(route.pool)
             blocks = large or connection.sock is None
             if blocks and relieve is not None:
+                set_current_exchange(made)
                 relieve()
             if made.watched and (relieve is not None or not blocks):
                 made.usher = self._usher
@@ -238,16 +238,16 @@ class Transport:
     def finish(self, pending: Pending) -> Reply:
         """Read what is left of an answer. Blocks and raises as ``exchange``."""
         made = pending.exchange
+        if pending.answer is not None and made.reason is None:
+            made.end()
+            self._registry.leave(made)
+            return Reply(pending.answer, made, self._budget)
         set_current_exchange(made)
 
         def answer() -> Answer:
             if pending.error is not None:
                 raise pending.error
-            if pending.answer is None:
-                return self._receive(pending.connection, made, pending.seen)
-            if made.reason is not None:
-                raise CutError(errno.ECANCELED, "cut while reading the answer")
-            return pending.answer
+            return self._receive(pending.connection, made, pending.seen)
 
         return self._conclude(made, answer, pending.what)
 

@@ -248,8 +248,10 @@ def test_few_are_quickest_in_threads(call_to: MakeCaller, monkeypatch: pytest.Mo
     with WireServer([serve(lambda _: OK)]) as server:
         caller = call_to(server.url)
         assert sent(caller, seconds=0.0) is None
+        assert caller.transport.parks(caller.url)
+        assert not caller.transport.parks(caller.url.replace("http:", "https:"))
         monkeypatch.setattr("rolloutsync.transport.registry._FEW", 2)
-        assert sent(caller) is None
+        assert not caller.transport.parks(caller.url)
 
 
 def test_a_deadline_that_nobody_watches(call_to: MakeCaller, monkeypatch: pytest.MonkeyPatch) -> None:
