@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolloutsync.errors import shown
-from rolloutsync.payload import to_json
+from rolloutsync.payload import int32_array, to_json
 from rolloutsync.resume import Resumed, resume
 from rolloutsync.sample import Prompt, Sample, Status
 
@@ -37,7 +37,6 @@ _SAMPLING_WORDS = {
     *("stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "sampling_seed"),
 }  # an engine ignores them without a word where they do not belong
 _ID_LIMIT = 2**31
-_FEW = 512  # ids, which Python itself checks faster than numpy
 _FLAGS = {"return_logprob", "return_routed_experts", "return_hidden_states", "return_prompt_token_ids"}
 _COUNTS = {"priority": -(2**63), "logprob_start_len": -1, "top_logprobs_num": 0, "routed_experts_start_len": 0}
 
@@ -213,9 +212,11 @@ def _read_text(text: Any, where: str) -> str:
 
 
 def _read_ids(raw: Any, where: str) -> IntArray:
-    few = type(raw) is list and 0 < len(raw) <= _FEW and set(map(type, raw)) == {int}
-    if few and min(raw) >= 0 and max(raw) < _ID_LIMIT:
-        return np.array(raw, np.int32)
+    if type(raw) is list:
+        try:
+            return int32_array(raw, least=0)
+        except (OverflowError, TypeError, ValueError):
+            pass  # which one it is, is found below
     ids = _to_array(raw, where)
     if ids.ndim != 1:
         raise ValueError(f"{where}input_ids must be one-dimensional, got shape {ids.shape}")

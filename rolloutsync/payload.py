@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+from array import array
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     Body: TypeAlias = bytes | bytearray
     JsonPath: TypeAlias = tuple[Any, ...]  # keys and positions, the last a key
 
+FEW = 512  # numbers, for which Python's own loops are faster than a call into numpy's more distant parts
 _TO_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPENING = np.frombuffer(b"[{", np.uint8)
@@ -251,6 +253,23 @@ def check_finite(value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             check_finite(item)
+
+
+def int32_array(values: list[Any], least: int = int(_INT32.min)) -> npt.NDArray[np.int32]:
+    """Integers as int32. Strict; of all ways that are, the fastest for a few as well as for thousands.
+
+    Raises:
+        OverflowError: One is below ``least``, or beyond int32.
+        TypeError: One is no integer; true and false are none.
+        ValueError: There is none at all.
+    """
+    numbers = np.array(array("i", values))
+    smallest = min(values) if len(values) <= FEW else int(numbers.min())
+    if smallest < least:
+        raise OverflowError(f"{smallest} is below {least}")
+    if smallest <= 1 and bool in set(map(type, values)):
+        raise TypeError("true and false are no integers")  # but 1 and 0 to whoever made the array
+    return numbers
 
 
 def decode_base64(text: str) -> bytes:

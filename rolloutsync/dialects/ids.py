@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rolloutsync.errors import ProtocolError
+from rolloutsync.payload import int32_array
 from rolloutsync.sample import NO_TOKENS
 
 if TYPE_CHECKING:
     from rolloutsync.sample import IntArray
-
-FEW = 512  # numbers, for which Python's own loops are faster than a call into numpy's more distant parts
 
 
 def token_ids(raw: Any, name: str) -> IntArray:
@@ -27,12 +23,8 @@ def token_ids(raw: Any, name: str) -> IntArray:
     if not raw:
         return NO_TOKENS
     try:
-        ids = np.array(array("i", raw))  # of all ways the strictest
+        return int32_array(raw)
     except OverflowError:
         raise ProtocolError(f"{name} holds an id beyond int32") from None
     except TypeError:
         raise ProtocolError(f"{name} holds something that is not an integer") from None
-    least = min(raw) if len(raw) <= FEW else ids.min()
-    if least <= 1 and bool in set(map(type, raw)):  # true and false are 1 and 0 to it
-        raise ProtocolError(f"{name} holds something that is not an integer")
-    return ids

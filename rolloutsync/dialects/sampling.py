@@ -123,6 +123,8 @@ def rename(params: dict[str, Any], others: Mapping[str, str]) -> None:
 
 def refuse_unknown(params: Mapping[str, Any], known: Mapping[str, object], family: str) -> None:
     """Raise UnsupportedError for a parameter that only engines of another family have."""
+    if params.keys() <= known.keys():
+        return
     for key in params.keys() - known.keys() - {OFFSET}:
         raise UnsupportedError(f"{family} has no sampling parameter {key} (value {shown(params[key])})")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rolloutsync.dialects.base import error_words
-from rolloutsync.dialects.ids import FEW, token_ids
+from rolloutsync.dialects.ids import token_ids
 from rolloutsync.errors import ProtocolError, clip
-from rolloutsync.payload import Rows, decode_experts, narrow, narrowest
+from rolloutsync.payload import FEW, Rows, decode_experts, narrow, narrowest
 from rolloutsync.sample import NO_LOGPROBS, NO_TOKENS, Finish, Segment, TopLogprobs, WeightSpan
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ class Prefill:
         if request.in_pass < request.to_prefill:
             request.aborted = True
         else:
-            request.cut_at = min(request.count + 1, request.stream.limit)
+            request.end_soon()
 
     def remove(self, request: SimRequest) -> None:
         """Ends a request in the middle of its pass; a pass without requests is over."""

@@ -88,7 +88,7 @@ class Rank:
         for request in self.running.values():
             if match(request) and request.cut_at is None:
                 request.settle(self._clock(now), self.step_s)
-                request.cut_at = min(request.count + 1, request.stream.limit)
+                request.end_soon()
                 self._plan(request)
         self._publish_if_idle(now)
 
@@ -185,9 +185,8 @@ class Rank:
                 times.append(limit)
             if self.prefill.running:
                 times.append(self.prefill.end)
-            self._drop_stale()
-            if self._due:
-                times.append(self._due[0][0])
+            if (due := self._next_due()) is not None:
+                times.append(due)
             if (full := self._full_at()) is not None:
                 times.append(full)
         return min(times, default=None)
@@ -211,10 +210,8 @@ class Rank:
             return
         if self.prefill.running and self.prefill.end <= at:
             self._end_prefill(at)
-        self._drop_stale()
-        while self._due and self._due[0][0] <= at:
+        while (due := self._next_due()) is not None and due <= at:
             self._reach(heapq.heappop(self._due)[2], at)
-            self._drop_stale()
         for request in self._timeouts.ran(self.running.values(), at):
             request.settle(at, self.step_s)
             self._leave(request, at, RAN_TOO_LONG)
@@ -279,9 +276,7 @@ class Rank:
 
     def _begin_decoding(self, request: SimRequest, at: float) -> None:
         self.cache.add(request.stream.prefixes(request.count)[1 + request.cached_tokens :])
-        request.phase, request.since = Phase.RUNNING, at
-        request.stream.grow(request.count + 1)
-        request.count = min(request.count + 1, len(request.stream.tokens))
+        request.begin_decoding(at)
         self.running[request.serial] = request
 
     def _plan(self, request: SimRequest) -> None:
@@ -296,12 +291,13 @@ class Rank:
         request.due = request.since + (request.target - request.count) * self.step_s
         heapq.heappush(self._due, (request.due, request.serial, request))
 
-    def _drop_stale(self) -> None:
+    def _next_due(self) -> float | None:
         while self._due:
             due, _, request = self._due[0]
             if request.phase is Phase.RUNNING and request.due == due:
-                return
+                return due
             heapq.heappop(self._due)
+        return None
 
     def _reach(self, request: SimRequest, at: float) -> None:
         request.count, request.since = request.target, at
@@ -348,9 +344,8 @@ class Rank:
                     self._begin_decoding(request, at)
                 self._leave(request, at, ABORTED)
                 continue
-            request.retractions += request.phase is Phase.RUNNING
-            self._retracted += request.phase is Phase.RUNNING
-            self.running.pop(request.serial, None)
+            if self.running.pop(request.serial, None) is not None:
+                request.retractions, self._retracted = request.retractions + 1, self._retracted + 1
             self._reserved -= len(request.prompt) + request.stream.limit
             request.stream.cut(request.count)
             request.phase, request.queued_at = Phase.WAITING, at

@@ -92,6 +92,16 @@ class SimRequest:
         self.since += (produced - self.count) * step
         self.count = produced
 
+    def begin_decoding(self, at: float) -> None:
+        """Its prefill has ended, which brings one more token."""
+        self.phase, self.since = Phase.RUNNING, at
+        self.stream.grow(self.count + 1)
+        self.count = min(self.count + 1, len(self.stream.tokens))
+
+    def end_soon(self) -> None:
+        """An abort has found it: it ends with its next token."""
+        self.cut_at = min(self.count + 1, self.stream.limit)
+
     @property
     def size(self) -> int:
         """Tokens of prompt and counted output."""

@@ -6,16 +6,13 @@ import errno
 import http.client
 import ipaddress
 import os
-import queue
 import resource
 import select
 import socket
 import threading
-from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
 from rolloutsync.threads import Outcome, start_thread
@@ -121,7 +118,7 @@ class AnswerReader(http.client.HTTPResponse):
         return line
 
 
-class _Tracked(HTTPConnection):
+class Tracked(HTTPConnection):
     """What both connection classes share.
 
     The owner is the exchange that uses the connection. Two races it prevents:
@@ -325,85 +322,11 @@ class _Tracked(HTTPConnection):
             os.close(descriptor)
 
 
-class TrackedHTTPConnection(_Tracked):
+class TrackedHTTPConnection(Tracked):
     """Plain HTTP."""
 
 
-class TrackedHTTPSConnection(_Tracked, HTTPSConnection):
+class TrackedHTTPSConnection(Tracked, HTTPSConnection):
     """HTTP over TLS."""
 
     speaks_tls = True
-
-
-class _Stack(queue.LifoQueue[Any]):
-    """A queue that never blocks, for pools that never do, without locks: each step is atomic."""
-
-    def __init__(self, maxsize: int = 0) -> None:
-        super().__init__(maxsize)
-        self._items: deque[Any] = deque()
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:  # noqa: ARG002
-        """Put on top; ``Full`` if there is no room, which two at once may exceed by one."""
-        if len(self._items) >= self.maxsize:
-            raise queue.Full
-        self._items.append(item)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ARG002
-        """Take from the top; ``Empty`` if nothing is there."""
-        try:
-            return self._items.pop()
-        except IndexError:
-            raise queue.Empty from None
-
-    def top(self) -> Any:
-        """As ``get``, but None if nothing is there."""
-        try:
-            return self._items.pop()
-        except IndexError:
-            return None
-
-    def put_back(self, item: Any) -> None:
-        """Put on top what was there just now."""
-        self._items.append(item)
-
-    def qsize(self) -> int:
-        """How many there are."""
-        return len(self._items)
-
-
-class _Lending(HTTPConnectionPool):
-    """What both pools share: their two private methods under public names, pinned by a test."""
-
-    QueueCls = _Stack
-
-    def lend(self, exchange: Exchange) -> _Tracked:
-        """A connection claimed for an exchange, connected or not; to be given back in any case.
-
-        One that is not, learns from ``current_exchange`` for whom it connects.
-        """
-        kept: _Tracked | None = self.pool.top() if self.pool is not None else None
-        if kept is not None:
-            if kept.claim(exchange):
-                return kept
-            self.pool.put_back(kept)
-        set_current_exchange(exchange)
-        return cast("_Tracked", self._get_conn())
-
-    def take_back(self, connection: _Tracked) -> None:
-        """The connection may serve another exchange; it is closed where the pool is full, or is closed itself."""
-        self._put_conn(connection)
-
-
-class DataPool(_Lending):
-    """A pool of tracked connections."""
-
-    ConnectionCls = TrackedHTTPConnection
-
-
-class TLSPool(_Lending, HTTPSConnectionPool):
-    """A pool of tracked TLS connections."""
-
-    ConnectionCls = TrackedHTTPSConnection
-
-
-POOL_CLASSES = {"http": DataPool, "https": TLSPool}

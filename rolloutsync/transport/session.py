@@ -11,8 +11,9 @@ from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection
 from urllib3.poolmanager import PoolManager
 
-from rolloutsync.transport.connection import POOL_CLASSES, current_exchange
+from rolloutsync.transport.connection import current_exchange
 from rolloutsync.transport.exchange import Lane
+from rolloutsync.transport.pools import POOL_CLASSES
 
 _POOLS = 4096  # engines for which pools are kept; urllib3 would close the least recently used beyond it
 

@@ -297,7 +297,7 @@ def test_a_length_that_lies_costs_no_memory(call_to: MakeCaller) -> None:
 def test_the_private_names_of_urllib3_still_exist() -> None:
     """Pinned: pools lend with ``_get_conn()``, take back with ``_put_conn(conn)`` and keep in a ``QueueCls``.
 
-    If this fails, change ``_Lending`` in transport/connection.py to the new names.
+    If this fails, change ``_Lending`` in transport/pools.py to the new names.
     """
     assert list(inspect.signature(HTTPConnectionPool._get_conn).parameters)[:1] == ["self"]
     assert len(inspect.signature(HTTPConnectionPool._put_conn).parameters) == 2
