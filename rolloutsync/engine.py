@@ -69,22 +69,14 @@ class Engine(Endpoint):
         """
         while True:
             routes, route = self._routes(prompt) if flight is None else (flight.routes, flight.route)
-            here = False  # the usher's thread, which waits for no other
             try:
                 if flight is None:
                     call = self.dialect.encode_generate(prompt, rid, facts=self.facts, dp_rank=dp_rank, route=route)
                     reply = self._exchange(call, Lane.DATA, deadline, rid=rid, fresh=fresh)
                 else:
-                    call, reply = flight.call, self._transport.finish(flight.pending)
-                    here, flight = flight.pending.answer is not None, None
-                with reply:
-                    try:
-                        with contextlib.nullcontext() if here else self._transport.turn_for(reply):
-                            return self._decode(call, reply, prompt, rid)
-                    except ProtocolError as error:
-                        reply.distrust()
-                        error.engine, error.rid = self.url, rid
-                        raise
+                    call, reply, flight = flight.call, self._transport.finish(flight.pending), None
+                with reply, self._transport.turn_for(reply):
+                    return self._read(call, reply, prompt, rid)
             except EngineHTTPError as error:
                 if not self._finds_another_way(routes, route, error):
                     error.engine, error.rid = self.url, rid
@@ -134,6 +126,11 @@ class Engine(Endpoint):
         """See ``Transport.park``."""
         return self._transport.park(flight.pending, landed)
 
+    def take_in(self, flight: Flight, prompt: Prompt, rid: str) -> Segment:
+        """The segment in an answer that has come whole, see ``Transport.park``. Does not block."""
+        with self._transport.finish(flight.pending) as reply:
+            return self._read(flight.call, reply, prompt, rid)
+
     def _first_there(self, routes: Sequence[str]) -> str:
         return next((route for route in routes if route not in self._lacking), routes[-1])
 
@@ -157,11 +154,16 @@ class Engine(Endpoint):
                 self.learn()
         return self.dialect is not before
 
-    def _decode(self, call: Call, reply: Reply, prompt: Prompt, rid: str) -> Segment:
+    def _read(self, call: Call, reply: Reply, prompt: Prompt, rid: str) -> Segment:
         self._check_status(call, reply, rid)
         dtype = self._config.routed_experts_dtype
-        answer = self._json(call, reply, self.dialect.large_fields(prompt, self.facts, dtype))
-        return self.dialect.decode_generate(answer, prompt, rid, self.facts, dtype)
+        try:
+            answer = self._json(call, reply, self.dialect.large_fields(prompt, self.facts, dtype))
+            return self.dialect.decode_generate(answer, prompt, rid, self.facts, dtype)
+        except ProtocolError as error:
+            reply.distrust()
+            error.engine, error.rid = self.url, rid
+            raise
 
     def cut(self, reason: Cut, *, rid: str | None = None) -> int:
         """Shut the sockets of our generates here (of one rid, or all), which wakes their threads."""

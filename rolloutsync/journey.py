@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 class Trail:
     """What has happened to one sample so far. Local to the one thread that has its journey."""
 
+    __slots__ = (
+        *("attempts", "avoid", "broken_answers", "deadline", "engine", "engine_s"),
+        *("fresh", "last_error", "order", "queued_s", "rid", "sent_at"),
+    )
+
     def __init__(self, order: Order, deadline: Deadline) -> None:
         self.order = order
         self.deadline = deadline

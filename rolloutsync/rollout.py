@@ -131,7 +131,7 @@ class Rollout:
         """The answer has come whole: its sample. Does not block. None: what has to be done now does; travel on."""
         trail, lease = journey.trail, journey.at
         try:
-            segment = self._send(journey)
+            segment = self._send(journey, landed=True)
             sample = self._delivered(trail, segment)
         except RolloutError as error:
             journey.error = error
@@ -177,8 +177,11 @@ class Rollout:
         lease.rid = trail.rid
         trail.note(Doing.ENGINE, trail.sent_at)
 
-    def _send(self, journey: Journey) -> Segment:
-        """Make the request, or take the answer of the one that was sent, or raise what came of that."""
+    def _send(self, journey: Journey, *, landed: bool = False) -> Segment:
+        """Make the request, or take the answer of the one that was sent, or raise what came of that.
+
+        ``landed``: that has come whole, and nothing blocks.
+        """
         trail, lease = journey.trail, journey.at
         flight, error = journey.take()
         if error is not None:
@@ -186,15 +189,18 @@ class Rollout:
         if flight is None:
             self._depart(trail, lease)
         try:
-            segment = lease.engine.generate(
-                trail.order.prompt,
-                trail.rid,
-                deadline=trail.deadline,
-                dp_rank=lease.dp_rank,
-                fresh=trail.fresh,
-                group=trail.order.group,
-                flight=flight,
-            )
+            if landed and flight is not None:
+                segment = lease.engine.take_in(flight, trail.order.prompt, trail.rid)
+            else:
+                segment = lease.engine.generate(
+                    trail.order.prompt,
+                    trail.rid,
+                    deadline=trail.deadline,
+                    dp_rank=lease.dp_rank,
+                    fresh=trail.fresh,
+                    group=trail.order.group,
+                    flight=flight,
+                )
         finally:
             trail.engine_s += self._clock.monotonic() - trail.sent_at
             trail.fresh = False

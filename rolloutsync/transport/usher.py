@@ -106,8 +106,10 @@ class Usher:
         False: it cannot be watched (no more descriptors), so its thread has to ask it.
         """
         descriptor = sock.fileno()
+        self._edges.discard(descriptor)  # without the lock: one atomic step, and nobody waits for this one yet
+        if known and self._epoll is not None and not self._closed:
+            return True
         with self._lock:
-            self._edges.discard(descriptor)
             try:
                 epoll = self._open_locked()
                 if not known and epoll is not None:
