@@ -41,7 +41,7 @@ from rolloutsync.weights import Weights
 from rolloutsync.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     import requests
 
@@ -201,16 +201,9 @@ class Core:
 
     def _orders(self, request: Request, job: int, stop: Stop) -> list[Order]:
         deadline = Deadline.after(self.fleet.active, request.timeout)
-        wanted: list[Wanted] = []
-        for index, item in enumerate(request.items):
-            group = Group(request.n)
-            if isinstance(item, Resumed):
-                wanted.append(Wanted(item.prompt, index, 0, group, item.base))
-            elif isinstance(item, Prompt):
-                wanted += [Wanted(item, index, member, group) for member in range(request.n)]
-        return self._make_orders(wanted, job, stop, deadline)
+        return self._make_orders(_wanted(request), job, stop, deadline)
 
-    def _make_orders(self, wanted: list[Wanted], job: int, stop: Stop, deadline: Deadline) -> list[Order]:
+    def _make_orders(self, wanted: Iterable[Wanted], job: int, stop: Stop, deadline: Deadline) -> list[Order]:
         now, active, closings = self.clock.monotonic(), self.fleet.active.monotonic(), self.fleet.closings
         return [
             Order(
@@ -357,3 +350,14 @@ class Core:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's sockets without touching its connections."""
         self.transport.abandon()
+
+
+def _wanted(request: Request) -> Iterator[Wanted]:
+    """The samples that are to be made, one by one: there may be many thousands."""
+    for index, item in enumerate(request.items):
+        group = Group(request.n)
+        if isinstance(item, Resumed):
+            yield Wanted(item.prompt, index, 0, group, item.base)
+        elif isinstance(item, Prompt):
+            for member in range(request.n):
+                yield Wanted(item, index, member, group)

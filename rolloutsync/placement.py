@@ -6,7 +6,6 @@ import threading
 from typing import TYPE_CHECKING
 
 from rolloutsync.errors import EngineUnavailableError
-from rolloutsync.slot import EngineState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +29,7 @@ def choose(slots: Mapping[str, Slot], order: Order, avoid: str | None, now: floa
     quietest: Slot | None = None
     fewest = others = 0
     for slot in slots.values():  # for each request: one loop over the engines, and as little as possible in it
-        if slot is avoided or slot.state is not EngineState.LIVE:
+        if slot is avoided or not slot.is_live:
             continue
         others += 1
         held = len(slot.leases)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,27 @@ class WeightSpan(NamedTuple):
     version: str | None
     start: int
     end: int
+
+
+# Answers are much alike, and what is alike is one object: each is one more that the garbage collector has to visit.
+_shared = lru_cache(maxsize=4096, typed=True)
+
+
+@_shared
+def whole_span(version: str | None, tokens: int) -> tuple[WeightSpan, ...]:
+    """The spans of an output that one version has made; none where it is empty."""
+    return (WeightSpan(version, 0, tokens),) if tokens else ()
+
+
+_finish_of = _shared(Finish)
+
+
+def finish_of(type: str, matched: Any, message: Any = None, status_code: int | None = None) -> Finish:  # noqa: A002
+    """``Finish`` with these fields."""
+    try:
+        return _finish_of(type, matched, message, status_code)
+    except TypeError:  # several ids have matched
+        return Finish(type, matched, message, status_code)
 
 
 class TopLogprobs(NamedTuple):

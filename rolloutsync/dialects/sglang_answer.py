@@ -11,7 +11,16 @@ from rolloutsync.dialects.base import error_words
 from rolloutsync.dialects.ids import token_ids
 from rolloutsync.errors import ProtocolError, clip
 from rolloutsync.payload import FEW, Rows, decode_experts, narrow, narrowest
-from rolloutsync.sample import NO_LOGPROBS, NO_TOKENS, Finish, Segment, TopLogprobs, WeightSpan
+from rolloutsync.sample import (
+    NO_LOGPROBS,
+    NO_TOKENS,
+    Finish,
+    Segment,
+    TopLogprobs,
+    WeightSpan,
+    finish_of,
+    whole_span,
+)
 
 if TYPE_CHECKING:
     from rolloutsync.dialects.base import Experts
@@ -119,12 +128,8 @@ def _finish(reason: Any) -> Finish:
     if not isinstance(reason, dict):
         return Finish()
     status = reason.get("status_code")
-    return Finish(
-        type=str(reason.get("type") or ""),
-        matched=reason.get("matched"),
-        message=reason.get("message"),
-        status_code=int(status) if isinstance(status, int) else None,
-    )
+    number = int(status) if isinstance(status, int) else None
+    return finish_of(str(reason.get("type") or ""), reason.get("matched"), reason.get("message"), number)
 
 
 def _output_ids(answer: _Answer) -> IntArray:
@@ -218,7 +223,7 @@ def _spans(answer: _Answer, tokens: int) -> tuple[WeightSpan, ...]:
             raise ProtocolError(f"weight_versions {raw!r} do not tile {tokens} output tokens")
         return tuple(span for span in spans if span.end > span.start)
     version = answer.meta.get("weight_version")
-    return (WeightSpan(None if version is None else str(version), 0, tokens),) if tokens else ()
+    return whole_span(None if version is None else str(version), tokens)
 
 
 def _span(item: Any) -> WeightSpan:

@@ -11,7 +11,16 @@ from rolloutsync.dialects.ids import token_ids
 from rolloutsync.dialects.vllm_request import SAYS_ID_SINCE, known_version
 from rolloutsync.errors import ProtocolError, clip, shown
 from rolloutsync.payload import decode_experts, narrow, narrowest
-from rolloutsync.sample import NO_LOGPROBS, NO_TOKENS, Finish, Segment, TopLogprobs, WeightSpan
+from rolloutsync.sample import (
+    NO_LOGPROBS,
+    NO_TOKENS,
+    Finish,
+    Segment,
+    TopLogprobs,
+    WeightSpan,
+    finish_of,
+    whole_span,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +149,7 @@ def _finish(choice: dict[str, Any]) -> Finish:
         return Finish(type="stop", matched=matched, message=_REPETITION)
     if reason == _FAILED:
         return Finish(type="abort", message="the engine says finish_reason 'error'", status_code=500)
-    return Finish(type=reason if isinstance(reason, str) else "", matched=matched)
+    return finish_of(reason if isinstance(reason, str) else "", matched)
 
 
 def _output_ids(answer: _Answer) -> IntArray:
@@ -286,7 +295,7 @@ def _spans(answer: _Answer, tokens: int) -> tuple[WeightSpan, ...]:
     """The engine's spans, which must tile the output; one without a version where it does not say (up to 0.31)."""
     raw = answer.choice.get("weight_versions")
     if not isinstance(raw, list) or (not raw and tokens):
-        return (WeightSpan(None, 0, tokens),) if tokens else ()
+        return whole_span(None, tokens)
     spans = tuple(_span(item) for item in raw)
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or sorted(ends) != ends:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 log = logging.getLogger("rolloutsync.transport")
 _AT_ONCE = 1  # threads that have a ticket
-_TOGETHER = 32  # parked ones whose answers are taken in together
+_TOGETHER = 32  # parked ones whose answers are taken in together; no more than half, lest engines and we work by turns
 _PATIENCE_S = 30.0  # then a thread asks its socket itself, whatever has become of the usher
 _IDLE_EXIT_S = 10.0
 _ENDED = sum(getattr(select, name, 0) for name in ("EPOLLRDHUP", "EPOLLHUP", "EPOLLERR"))
@@ -230,14 +230,15 @@ class Usher:
                 elif not self._closed:
                     os.eventfd_read(bell)
             landing, self._landing = self._landing, []
+            together = max(1, min(_TOGETHER, (len(landing) + len(self._parked)) // 2))
             waits = edges or self._waiting or self._called or self._parked or landing
             if ends := self._closed or not waits:
                 self._thread = None
         if ends:
             _let_leave(landing)
             return False
-        for start in range(0, len(landing), _TOGETHER):
-            _let_go(landing[start : start + _TOGETHER])
+        for start in range(0, len(landing), together):
+            _let_go(landing[start : start + together])
         return True
 
     def _let_all_leave(self) -> None:
