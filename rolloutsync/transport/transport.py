@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import http.client
 import select
-import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from rolloutsync.transport.lean import Answer, LeanPath, headers_of, length_of, 
 from rolloutsync.transport.pending import Pending
 from rolloutsync.transport.registry import Registry
 from rolloutsync.transport.session import LaneAdapter, make_session, socket_options
+from rolloutsync.transport.turns import Turns, one_at_a_time
 from rolloutsync.transport.usher import Usher
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 _CONNECTS_AT_ONCE = {Lane.DATA: 56, Lane.CONTROL: 8}  # for each engine; a control call waits for no generate
 _AT_ONCE_BYTES = 1 << 14  # the kernel takes so much on a connection that has nothing to send
-_NO_TURN = contextlib.nullcontext()
 _FOREIGN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
 
@@ -97,8 +95,8 @@ class Transport:
         self._lean = LeanPath(self._session, self._adapter, shared=session is not None)
         self._budget = BodyBudget(budget_bytes, clock)
         self._registry = Registry(clock, f"{name}-sockets", timeouts.idle_socket_s)
-        self._usher = Usher(f"{name}-usher") if _one_at_a_time() and hasattr(select, "epoll") else None
-        self._turn: AbstractContextManager[object] = threading.Lock() if _one_at_a_time() else _NO_TURN
+        self._usher = Usher(f"{name}-usher") if one_at_a_time() and hasattr(select, "epoll") else None
+        self._turns = Turns()
         self._lock = threading.Lock()  # guards: _connects
         self._connects: dict[tuple[str, Lane], threading.BoundedSemaphore] = {}
 
@@ -297,12 +295,8 @@ class Transport:
         return Answer(response.status_code, response.headers, content or b"", size)
 
     def turn_for(self, reply: Reply) -> AbstractContextManager[object]:
-        """Where to decode a reply: small ones one after the other.
-
-        The interpreter runs one thread at a time anyway. Hundreds that all have an answer would wait for their turn in
-        the interpreter itself, which wakes each of them every 5 ms to look; who waits for a lock sleeps.
-        """
-        return self._turn if len(reply.body) < LARGE_BYTES else _NO_TURN
+        """Where to decode a reply: see ``Turns``."""
+        return self._turns.of(len(reply.body))
 
     def _timeouts_of(self, made: Exchange, url: str) -> tuple[float, float | None]:
         """(connect, read); an adapter that is not ours knows nothing of cuts, so its reads must end by themselves."""
@@ -358,11 +352,6 @@ class Transport:
         self._registry.abandon()
         if self._usher is not None:
             self._usher.abandon()
-
-
-def _one_at_a_time() -> bool:
-    """Whether this interpreter runs one thread at a time; a free-threaded one does not."""
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def _phase_of(made: Exchange, error: BaseException) -> Phase:
