@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rolloutsync.transport.budget import BodyBudget
+from rolloutsync.transport.budget import _AT_ONCE, BodyBudget
+from tests.background import in_thread
 from tests.fakes import FakeClock
 
 BUDGET = 2400  # of which 100 may lie about
@@ -88,3 +89,48 @@ def test_nothing_is_kept_once_nothing_is_under_way() -> None:
     budget.recycle(budget.buffer(40))
     budget.release(40)
     assert budget._spares == []
+
+
+# --- a few at once ----------------------------------------------------------------------------------------------------
+
+
+def _full(clock: FakeClock) -> BodyBudget:
+    """One with as many bodies under way as are read at once."""
+    budget = BodyBudget(BUDGET, clock)
+    for _ in range(_AT_ONCE):
+        assert budget.reserve(1, lambda: False)
+    return budget
+
+
+def test_the_next_body_waits_until_one_is_done() -> None:
+    """Then it is let in at once, and has its buffer."""
+    clock = FakeClock()
+    budget = _full(clock)
+    waiting = in_thread(lambda: budget.reserve(1, lambda: False))
+    clock.await_waiters(1)
+    budget.release(0)  # an answer that was small, or has failed before it was counted, makes no room
+    clock.await_waiters(1)
+    assert not waiting.done()
+    budget.release(1)
+    assert waiting.result(10.0)
+
+
+def test_nobody_waits_long_for_bodies_that_come_slowly() -> None:
+    """Half a second, then as many are read as the budget allows."""
+    clock = FakeClock(auto=True)
+    budget = _full(clock)
+    begun = clock.monotonic()
+    assert budget.reserve(1, lambda: False)
+    assert clock.monotonic() - begun == pytest.approx(0.5)
+
+
+def test_who_is_cut_waits_no_more() -> None:
+    """And has reserved nothing."""
+    clock = FakeClock(auto=True)
+    budget = _full(clock)
+    begun = clock.monotonic()
+    assert not budget.reserve(1, lambda: True)
+    assert clock.monotonic() == begun
+    for _ in range(_AT_ONCE):
+        budget.release(1)
+    assert (budget._bodies, budget._reserved) == (0, 0)
