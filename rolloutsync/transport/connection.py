@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 LARGE_REQUEST_BYTES = 1 << 16  # a larger one is sent in pieces, in case that the answer comes early
 _PIECE_BYTES = 1 << 14
-_WARM_S = 0.01  # a socket idle for less is asked for its TCP state alone, which does not let another thread run
 _ESTABLISHED = 1  # of the kernel's TCP states
 _SO_MEMINFO = 55  # Linux; the first of its numbers are the bytes that have come and were not read
 _KEPT_FOR_CONTROL = 16  # descriptors
@@ -60,7 +59,7 @@ def _leave_some(sock: socket.socket, exchange: Exchange) -> None:
 def _is_quiet(sock: socket.socket) -> bool:
     """Whether the kernel says that it is established and has nothing unread, which would be taken for our answer.
 
-    False also where the kernel does not say. Costs a tenth of a poll.
+    False also where the kernel does not say. Costs a tenth of a poll, and does not let another thread run.
     """
     try:
         established = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
@@ -235,8 +234,7 @@ class Tracked(HTTPConnection):
             idle = 0.0 if busy else exchange.clock.monotonic() - self._idle_since
             if self.sock is None or self._tainted or exchange.fresh or idle > exchange.idle_limit_s:
                 return False
-            warm = not busy and idle < _WARM_S and _is_quiet(self.sock)
-            if not warm and not super().is_connected:
+            if (busy or not _is_quiet(self.sock)) and not super().is_connected:
                 return False
             self._owner = exchange
         exchange.took(self, reused=True)
@@ -305,6 +303,8 @@ class Tracked(HTTPConnection):
 
     def reap(self, now: float, limit_s: float) -> bool:
         """Close the socket if it has been idle for longer than ``limit_s``; True if something is open afterwards."""
+        if self._owner is not None and self.sock is not None:
+            return True  # without the lock: nothing is done to one in use
         with self._guard:
             if self._owner is None and self.sock is not None and now - self._idle_since > limit_s:
                 self.close()
