@@ -210,7 +210,7 @@ class Transport:
                 made.usher = self._usher
                 send(connection, made, route, body)
                 pending.connection = connection
-        except _FOREIGN as error:
+        except Exception as error:  # noqa: BLE001 - finish() raises it: it may be sent, and must not be sent once more
             pending.error = error
         except BaseException:
             made.discard()

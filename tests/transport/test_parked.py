@@ -6,13 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from queue import Queue
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from rolloutsync.clock import Deadline
 from rolloutsync.errors import Cut, Phase, TransportError
-from rolloutsync.transport import Pending, Transport
+from rolloutsync.transport import Pending, Transport, lean
 from rolloutsync.transport import usher as module
 from rolloutsync.transport.usher import Usher
 from tests.transport.kit import CLOCK, Caller
@@ -223,6 +223,25 @@ def test_the_end_of_the_transport(call_to: MakeCaller) -> None:
         last = Left(caller.transport, late)
         assert not last.parked
         assert last.fails().cut is Cut.CLOSE
+
+
+def test_an_error_of_our_own_while_sending(call_to: MakeCaller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request may be out, so it is not made again: the error is what came of it, and its socket is closed."""
+
+    def sends_and_fails(*args: Any) -> None:
+        lean.send(*args)
+        raise MemoryError("no memory to note that it was sent")
+
+    with WireServer([read_request, silence]) as server:
+        caller = call_to(server.url)
+        monkeypatch.setattr("rolloutsync.transport.transport.send", sends_and_fails)
+        one = Left(caller.transport, cast("Pending", sent(caller)))
+        assert not one.parked
+        with pytest.raises(MemoryError):
+            one.finish()
+        server.await_ended(1)
+        assert server.paths() == ["/generate"]
+        assert not caller.transport._registry._exchanges
 
 
 # --- what is not sent off ---------------------------------------------------------------------------------------------
