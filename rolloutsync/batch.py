@@ -214,7 +214,8 @@ def _read_text(text: Any, where: str) -> str:
 def _read_ids(raw: Any, where: str) -> IntArray:
     if type(raw) is list:
         try:
-            return int32_array(raw, least=0)
+            if type(sum(raw)) is int:  # not of what merely stands for a number, as a tensor of one does
+                return int32_array(raw, least=0)
         except (OverflowError, TypeError, ValueError):
             pass  # which one it is, is found below
     ids = _to_array(raw, where)

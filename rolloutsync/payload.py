@@ -32,9 +32,8 @@ _OPENING = np.frombuffer(b"[{", np.uint8)
 _CLOSING = np.frombuffer(b"]}", np.uint8)
 _DEEPEST = 100
 _WORTH_IT = 1 << 14  # bytes of base64, below which it may as well become a Python string
-_PIECE = (
-    1 << 19
-)  # of base64; a multiple of 16, which is 12 bytes, which is three ids. Each lets other threads run: few do
+# Of base64: few, as each lets other threads run. A multiple of 16, which is 12 bytes, which is three ids.
+_PIECE = 1 << 19
 _MOST_SPACE = 64  # around the colon
 _OPENS_TEXT = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
 _BEFORE_KEY = b"{, \t\r\n"

@@ -65,7 +65,7 @@ class WeightSpan(NamedTuple):
 
 
 # Answers are much alike, and what is alike is one object: each is one more that the garbage collector has to visit.
-_shared = lru_cache(maxsize=4096, typed=True)
+_shared = lru_cache(maxsize=1024, typed=True)
 
 
 @_shared
@@ -74,15 +74,14 @@ def whole_span(version: str | None, tokens: int) -> tuple[WeightSpan, ...]:
     return (WeightSpan(version, 0, tokens),) if tokens else ()
 
 
-_finish_of = _shared(Finish)
+_usual_finish = _shared(Finish)
 
 
-def finish_of(type: str, matched: Any, message: Any = None, status_code: int | None = None) -> Finish:  # noqa: A002
+def finish_of(kind: str, matched: Any, message: Any = None, status_code: int | None = None) -> Finish:
     """``Finish`` with these fields."""
-    try:
-        return _finish_of(type, matched, message, status_code)
-    except TypeError:  # several ids have matched
-        return Finish(type, matched, message, status_code)
+    if kind in _STATUS_OF and message is status_code is None and (matched is None or type(matched) is int):
+        return _usual_finish(kind, matched)
+    return Finish(kind, matched, message, status_code)
 
 
 class TopLogprobs(NamedTuple):

@@ -135,6 +135,7 @@ class Rank:
             return
         lost = now - self._paused_at
         self.paused = False
+        self._end_matching(lambda request: request.aborted, now)  # in a prefill that was given up
         self.prefill.end += lost
         self.snapshots.phase = now
         for request in self.running.values():
@@ -177,19 +178,11 @@ class Rank:
 
     def next_event(self) -> float | None:
         """Returns when `advance` has something to do, or None."""
-        times = [self._arriving[0].arrives] if self._arriving else []
-        if (patience := self._timeouts.waiting_end(self.waiting)) is not None:
-            times.append(patience)
+        times = [self._arriving[0].arrives if self._arriving else None, self._timeouts.waiting_end(self.waiting)]
         if not self.paused:
-            if (limit := self._timeouts.running_end(self.running.values())) is not None:
-                times.append(limit)
-            if self.prefill.running:
-                times.append(self.prefill.end)
-            if (due := self._next_due()) is not None:
-                times.append(due)
-            if (full := self._full_at()) is not None:
-                times.append(full)
-        return min(times, default=None)
+            times += [self._timeouts.running_end(self.running.values()), self._next_due(), self._full_at()]
+            times.append(self.prefill.end if self.prefill.running else None)
+        return min((at for at in times if at is not None), default=None)
 
     def advance(self, now: float) -> None:
         """Does everything that is due up to `now`."""
@@ -389,8 +382,8 @@ class Rank:
     def _publish_upto(self, at: float) -> None:
         if self.paused or (self.holding and not self.computing):
             return
-        config = self._config
-        period = self.step_s * config.load_publish_interval if self.computing else config.load_idle_interval_s
+        every, idle_s = self._config.load_publish_interval, self._config.load_idle_interval_s
+        period = self.step_s * every if self.computing else idle_s
         if (due := self.snapshots.due(at, period)) is not None:
             self.snapshots.write(self.measure(due))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LARGE_BYTES = 1 << 20
 _TICK_S = 0.25
-_AT_ONCE = max(4, os.cpu_count() or 1)  # bodies, and more only where they come slowly
+_AT_ONCE = max(4, os.cpu_count() or 1)  # bodies, and one more each time that they come too slowly
 _PATIENCE_S = 0.5
 _SPARE_SHARE = 24  # at most this part of the budget lies about in spare buffers
 _HEADER_BYTES = sys.getsizeof(bytearray())
@@ -41,11 +41,12 @@ class BodyBudget:
     def __init__(self, total_bytes: int, clock: Clock) -> None:
         self._total = total_bytes
         self._clock = clock
-        lock = threading.Lock()  # guards: _reserved, _bodies, _freed_bytes
+        lock = threading.Lock()  # guards: _reserved, _bodies, _places, _freed_bytes
         self._freed = threading.Condition(lock)
         self._left = threading.Condition(lock)
         self._reserved = 0
         self._bodies = 0
+        self._places = _AT_ONCE  # for bodies
         self._freed_bytes = 0
         self._spares: list[bytearray] = []  # each use of it is one atomic step
 
@@ -70,9 +71,12 @@ class BodyBudget:
         """Block until ``size`` bytes are free; False if ``given_up()`` became true first."""
         with self._freed:
             patience = Deadline.after(self._clock, _PATIENCE_S)
-            while self._bodies >= _AT_ONCE and not patience.expired:
+            while self._bodies >= self._places:
                 if given_up():
                     return False
+                if patience.expired:
+                    self._places = self._bodies + 1  # those that come slowly have theirs for themselves
+                    break
                 self._clock.wait(self._left, patience.within(_TICK_S))
             while self._reserved and self._reserved + size > self._total:
                 if given_up():
@@ -89,6 +93,7 @@ class BodyBudget:
         with self._freed:
             self._reserved -= size
             self._bodies -= 1
+            self._places = self._places if self._bodies >= _AT_ONCE else _AT_ONCE
             if not self._reserved:
                 self._spares.clear()
             self._freed_bytes += size

@@ -71,7 +71,7 @@ class Exchange:
         self._connect_s = connect_s
         self.watched = True  # the registry's thread enforces the deadline
         self.usher: Usher | None = None  # lets the thread in when its answer has come; None: it asks the socket itself
-        self.connection: Any = None  # the TrackedConnection in use
+        self.connection: Any = None  # the Tracked one in use
         self.reused = False
         self.sent_at: float | None = None
         self.broken_at: float | None = None  # where nobody waited for it; else it is now

@@ -36,11 +36,14 @@ class _Stack(queue.LifoQueue[Any]):
             raise queue.Empty from None
 
     def top(self) -> Any:
-        """As ``get``, but None if nothing is there."""
+        """As ``get``, but None if nothing is there, or only a free place, which stays one."""
         try:
-            return self._items.pop()
+            item = self._items.pop()
         except IndexError:
             return None
+        if item is None:
+            self._items.append(item)
+        return item
 
     def put_back(self, item: Any) -> None:
         """Put on top what was there just now."""
@@ -52,7 +55,7 @@ class _Stack(queue.LifoQueue[Any]):
 
 
 class _Lending(HTTPConnectionPool):
-    """What both pools share: their two private methods under public names, pinned by a test."""
+    """What both pools share: how they lend connections. A test pins the two private methods that this needs."""
 
     QueueCls = _Stack
 

@@ -327,7 +327,7 @@ class Transport:
         if size < LARGE_BYTES or made.lane is Lane.CONTROL:
             return 0
         if not self._budget.reserve(size, lambda: made.reason is not None):
-            raise CutError(errno.ECANCELED, "cut while waiting for memory to read the answer")
+            raise CutError(errno.ECANCELED, "cut while waiting to read the answer")
         return size
 
     def _broken(self, made: Exchange, error: BaseException, what: str) -> TransportError:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolloutsync.sim import SimConfig
-from rolloutsync.sim.request import ABORTED, Phase, Refusal, SimRequest
+from rolloutsync.sim.request import ABORTED, ABORTED_IN_QUEUE, Phase, Refusal, SimRequest
 from rolloutsync.sim.sampling import parse
 from rolloutsync.sim.scheduler import Scheduler
 from rolloutsync.sim.stream import TokenStream, model_of
@@ -156,6 +156,21 @@ def test_an_abort_ends_a_prefill_behind_its_pass() -> None:
     bench.run(0.06)
     assert long.finish == {"type": "abort", "message": "Abort in waiting queue"}
     assert bench.scheduler.idle
+
+
+def test_an_abort_is_kept_over_a_retract() -> None:
+    """A prefill that it would have ended behind its pass, and that a pause gave up, ends when the engine goes on."""
+    bench = Bench(chunked_prefill_size=100, max_running_requests=1)
+    same = list(range(3, 153))
+    first, second = bench.submit("first", tokens=5, prompt=same), bench.submit("second", tokens=5, prompt=same)
+    bench.run(0.01)
+    bench.abort("first")
+    bench.scheduler.pause(retract=True)
+    assert first.finish is None
+    bench.scheduler.resume()
+    assert first.finish == ABORTED_IN_QUEUE
+    bench.run(5.0)
+    assert second.finish == {"type": "length", "length": 5}
 
 
 def test_a_prefill_shows_in_the_token_counts_alone() -> None:

@@ -48,6 +48,21 @@ class FakeTensor:
         return self._values
 
 
+class FakeScalar:
+    """One element of a torch tensor: it stands for a number, and makes another tensor of whatever it is added to."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return int(self._value)
+
+    def __radd__(self, other: int) -> FakeScalar:
+        return FakeScalar(other + self._value)
+
+    __add__ = __radd__
+
+
 class Tokenizer:
     """Turns messages into as many tokens as they have characters."""
 
@@ -239,6 +254,9 @@ def test_wrong_values(item: Any, words: str) -> None:
         ([1, "2"], "input_ids[1] is '2'"),
         ([1, None], "input_ids[1] is None"),
         ([[1, 2]], "input_ids[0] is [1, 2]"),
+        ([5, FakeScalar(True)], "input_ids[1] is"),
+        ([FakeScalar(7)], "input_ids[0] is"),
+        ([np.array(5)], "input_ids[0] is"),
         (np.array([1.0]), "float64"),
         (np.array([True]), "bool"),
         (np.array(["1"]), "<U1"),
