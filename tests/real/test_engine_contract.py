@@ -182,6 +182,20 @@ def test_a_request_aborted_in_its_prefill_answers_like_a_waiting_one(engine: Raw
     assert body["output_ids"] == []
 
 
+def test_an_abort_outlives_a_retract(engine: RawEngine) -> None:
+    """Both come during one pass of a prefill, which the pause gives up: the request ends, at the latest on resume."""
+    engine.slow_down(CRAWL_S)
+    rid = uuid4().hex
+    call = engine.begin(rid, ids=long_prompt(30), tokens=500)
+    engine.await_load(lambda load: bool(load["num_used_tokens"]), "tokens of the prefill")
+    engine.abort(rid)
+    engine.pause("retract")
+    engine.resume()
+    body = answered(call)
+    assert finish(body)["type"] == "abort"
+    assert len(body["output_ids"]) <= 1
+
+
 def test_the_first_abort_that_finds_a_request_ends_it_whatever_its_phase(engine: RawEngine) -> None:
     """Also in the only pass of its prefill: it ends as that pass does. Later aborts of its id do nothing."""
     engine.slow_down(CRAWL_S)
