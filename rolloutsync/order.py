@@ -124,7 +124,6 @@ class Order:
     closings: int = 0
     priority: int = 0
     stops: tuple[Stop, ...] = ()
-    own_stop: Stop = field(default_factory=Stop)
     life: Life = field(default_factory=Life)
     base: Sample | None = None
     calls_back: bool = False
@@ -132,8 +131,6 @@ class Order:
     @property
     def stopped(self) -> bool:
         """Whether it was called off."""
-        if self.own_stop.is_set:
-            return True
         for stop in self.stops:  # noqa: SIM110 - asked several times for each request: no generator
             if stop.is_set:
                 return True

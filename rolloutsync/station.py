@@ -39,6 +39,10 @@ class _JobStop(Stop):
     __slots__ = ("__weakref__",)
 
 
+_OFF = Stop()
+_OFF.set()
+
+
 class _TaskLife(Life):
     """Tells the station where each request of the task goes."""
 
@@ -133,8 +137,6 @@ class Station:
     def _order_locked(self, task: Task, *, off: bool) -> Order:
         """``off``: a drain has come between; it ends ABORTED, unsent."""
         core = self._core
-        own_stop = Stop()
-        own_stop.is_set = off
         return Order(
             prompt=task.prompt,
             index=task.index,
@@ -146,8 +148,7 @@ class Station:
             admitted_active=core.fleet.active.monotonic(),
             closings=core.fleet.closings,
             priority=task.priority,
-            stops=(self._stop_locked(task.job),),
-            own_stop=own_stop,
+            stops=(self._stop_locked(task.job), *([_OFF] if off else [])),
             life=_TaskLife(task.key, self, task.died_on),
             base=task.base,
         )

@@ -10,24 +10,14 @@ from .makers import order
 
 
 def test_any_stop_calls_an_order_off() -> None:
-    """Its job's or its own."""
+    """Its job's or another one."""
     job, other = Stop(), Stop()
     one, two = order(stops=(job, other)), order(stops=(job,))
     assert not one.stopped
     other.set()
     assert (one.stopped, two.stopped) == (True, False)
-    two.own_stop.set()
-    assert two.stopped
-    third = order(stops=(job,))
     job.set()
-    assert third.stopped
-
-
-def test_orders_do_not_share_their_own_stop() -> None:
-    """Calling off one leaves the next alone."""
-    one, two = order(), order()
-    one.own_stop.set()
-    assert not two.stopped
+    assert two.stopped
 
 
 def test_ids_are_of_one_length_and_never_twice() -> None:
