@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rolloutsync.sample import Sample, TopLogprobs, WeightSpan, status_of
+from rolloutsync.sample import NO_TIME, Sample, TopLogprobs, WeightSpan, status_of
 
 if TYPE_CHECKING:
-    from rolloutsync.sample import Prompt, Segment
+    from rolloutsync.sample import Prompt, Segment, Timing
 
 
-def make(prompt: Prompt, index: int, member: int, segment: Segment, **stamp: Any) -> Sample:
-    """What ``extend`` makes of a sample with nothing generated yet; ``stamp``: further fields."""
+def make(
+    prompt: Prompt,
+    index: int,
+    member: int,
+    segment: Segment,
+    *,
+    rid: str = "",
+    engine: str | None = None,
+    attempts: int = 0,
+    timing: Timing = NO_TIME,
+) -> Sample:
+    """What ``extend`` makes of a sample with nothing generated yet."""
     ids = segment.prompt_ids
     return Sample(
         prompt=replace(prompt, input_ids=ids) if prompt.input_ids is None and ids is not None else prompt,
@@ -35,7 +45,10 @@ def make(prompt: Prompt, index: int, member: int, segment: Segment, **stamp: Any
         dp_rank=segment.dp_rank,
         meta_info=segment.meta_info,
         metadata=dict(prompt.metadata),
-        **stamp,
+        rid=rid,
+        engine=engine,
+        attempts=attempts,
+        timing=timing,
     )
 
 
