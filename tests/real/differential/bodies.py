@@ -85,11 +85,11 @@ def _good() -> dict[str, Body]:
         "ids back": generation(2, ids, return_prompt_token_ids=True),
         "ids and text": generation(2, ids, text="the rest"),
         "the default length, cut by the context": {
-            "input_ids": prompt(CONTEXT - 30),
+            "input_ids": prompt(CONTEXT - 30, 200),  # begins with nothing that may have been sampled after another
             "sampling_params": {"ignore_eos": True},
         },
         "no limit but the context": {
-            "input_ids": prompt(CONTEXT - 20),
+            "input_ids": prompt(CONTEXT - 20, 300),
             "sampling_params": {"max_new_tokens": None, "ignore_eos": True},
         },
         "null fields": generation(2, ids, rid=None, text=None, return_logprob=None),
