@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rolloutsync.errors import TransportError
 from rolloutsync.order import Doing, new_rid
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class Trail:
 
     __slots__ = (
         *("attempts", "avoid", "broken_answers", "deadline", "engine", "engine_s"),
-        *("fresh", "last_error", "order", "queued_s", "rid", "sent_at"),
+        *("fresh", "last_error", "order", "queued_s", "rid", "sent_at", "told"),
     )
 
     def __init__(self, order: Order, deadline: Deadline) -> None:
@@ -36,6 +37,13 @@ class Trail:
         self.engine_s = 0.0
         self.sent_at = 0.0
         self.last_error: RolloutError | None = None
+        self.told: RolloutError | None = None  # the last one that was not our own cut, if there was any
+
+    def learn(self, error: RolloutError) -> None:
+        """A request has failed."""
+        self.last_error = error
+        if self.told is None or not (isinstance(error, TransportError) and error.cut is not None):
+            self.told = error
 
     def note(self, doing: Doing, at: float) -> None:
         """Tell whoever asks how far the sample has come."""

@@ -254,9 +254,9 @@ class Rollout:
         return replace(blank, status=Status.FAILED, error=error, **self._stamp(trail))
 
     def _out_of_time(self, trail: Trail) -> DeadlineExceededError:
-        last = f"; last: {trail.last_error.message}" if trail.last_error else ""
+        last = f"; last: {trail.told.message}" if trail.told else ""
         error = DeadlineExceededError(f"the sample's deadline came{last}", engine=trail.engine, rid=trail.rid)
-        error.__cause__ = trail.last_error
+        error.__cause__ = trail.told
         return error
 
     def _stamp(self, trail: Trail) -> dict[str, Any]:
@@ -270,7 +270,7 @@ class Rollout:
 
     def _judged(self, trail: Trail, lease: Lease, error: RolloutError) -> Verdict | None:
         """What to do after a failed request; None if it was called off. Aborts an orphan while the lease is held."""
-        trail.last_error = error
+        trail.learn(error)
         verdict = self._judge.judge(error, attempts=trail.attempts, broken_answers=trail.broken_answers)
         trail.attempts += verdict.counts
         trail.broken_answers += isinstance(error, ProtocolError)

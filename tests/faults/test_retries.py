@@ -35,7 +35,7 @@ from tests.faults.kit import (
     unused_url,
     within,
 )
-from tests.wire import Request, Script, answer, close, eventually, interim, reset, wait_for
+from tests.wire import Request, Script, answer, close, eventually, interim, reset, silence, wait_for
 
 # --- B10: a copy that may be running ----------------------------------------------------------------------------------
 
@@ -278,6 +278,16 @@ def test_a_dead_router_ends_at_the_deadline(client_to: MakeClient) -> None:
             sample = client_to(engine.url).generate([[5]], timeout=0.5, on_error="return")[0]
         assert isinstance(sample.error, DeadlineExceededError)
         assert "No available workers" in str(sample.error)
+
+
+def test_the_cut_at_the_deadline_hides_no_cause(client_to: MakeClient) -> None:
+    """B38 a: the last request is still on its way then; the error says what the one before it was told."""
+    refusal = error_answer("503 Unavailable", b"No available workers")
+    with ScriptedEngine(lambda _, number: [silence] if number else refusal) as engine:
+        sample = client_to(engine.url, retry=IMPATIENT).generate([[5]], timeout=0.5, on_error="return")[0]
+        assert isinstance(sample.error, DeadlineExceededError)
+        assert "No available workers" in str(sample.error)
+        assert sample.attempts == 2
 
 
 @pytest.mark.parametrize("status", ["103 Early Hints", "102 Processing", "100 Continue"])
