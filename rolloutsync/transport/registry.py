@@ -112,8 +112,7 @@ class Registry:
                 self._clock.wait(self._changed, _TICK_S)
                 if self._closed:
                     return
-            for exchange in [one for one in self._exchanges.copy().values() if one.deadline.expired]:
-                exchange.cut(Cut.DEADLINE)
+            self.cut(lambda exchange: exchange.deadline.expired, Cut.DEADLINE)
             open_sockets = self._reap(self._idle_limit_s)
             if not (self._exchanges or open_sockets):
                 watching = self._goes_on()
